@@ -1,0 +1,71 @@
+"""What will this LLM fine-tuning run cost? Memory, step time, hours and dollars from a model's config and a data sheet.
+
+    from costmodel import estimate
+    answer = estimate(model="mistralai/Mixtral-8x7B-v0.1", gpu="NVIDIA A40", method="qlora", ...)
+    answer.verdict, answer.step_seconds, answer.total_usd
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from costmodel.catalog import find_gpu, find_model_config, find_price, list_gpus, list_models, list_prices
+    from costmodel.errors import CostModelError
+    from costmodel.estimation import Estimate, estimate
+    from costmodel.hf_config import ModelSpec, model_spec_from_config
+    from costmodel.search import compare
+    from costmodel.specs import GpuSpec, Job, Lengths, Price
+
+__all__ = [
+    "CostModelError",
+    "Estimate",
+    "GpuSpec",
+    "Job",
+    "Lengths",
+    "ModelSpec",
+    "Price",
+    "compare",
+    "estimate",
+    "find_gpu",
+    "find_model_config",
+    "find_price",
+    "list_gpus",
+    "list_models",
+    "list_prices",
+    "model_spec_from_config",
+]
+
+_HOMES = {
+    "CostModelError": "errors",
+    "Estimate": "estimation",
+    "GpuSpec": "specs",
+    "Job": "specs",
+    "Lengths": "specs",
+    "ModelSpec": "hf_config",
+    "Price": "specs",
+    "compare": "search",
+    "estimate": "estimation",
+    "find_gpu": "catalog",
+    "find_model_config": "catalog",
+    "find_price": "catalog",
+    "list_gpus": "catalog",
+    "list_models": "catalog",
+    "list_prices": "catalog",
+    "model_spec_from_config": "hf_config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: ``import costmodel`` alone loads nothing heavy."""
+    if name in _HOMES:
+        import importlib
+
+        value = getattr(importlib.import_module(f"costmodel.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

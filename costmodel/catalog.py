@@ -1,0 +1,454 @@
+"""What is known about GPUs, prices, models and data sets: look-up by any name a person or NVML uses.
+
+Everything is read lazily from ``costmodel/data`` (see ``SOURCES.md`` there) and cached. A name that fits no entry or
+several is an error that lists the nearest ones: one product's numbers never stand in for another's.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
+from costmodel.specs import GpuSpec, Price
+from costmodel.units import GIB, GIGA, MIB, TERA
+
+DATA_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
+
+TIERS: Final = ("on_demand", "spot", "reserved", "community")
+
+# Price feeds write 0.0 or 0.01 for "unknown"; the cheapest real row of the catalogue is a V100 at 0.106.
+MIN_PLAUSIBLE_USD_PER_GPU_HOUR: Final = 0.02
+MAX_PLAUSIBLE_USD_PER_GPU_HOUR: Final = 200.0
+
+HUB_TIMEOUT_SECONDS: Final = 5.0
+
+_DESCRIBE_GPU: Final = (
+    "or describe it: --gpu-memory-gib 24 --gpu-bandwidth-gb-per-second 1000 --gpu-bf16-tflops 150 "
+    '(in a job: "gpu": {"name", "memory_bytes", "memory_bandwidth_bytes_per_second", "peak_bf16_flops_per_second"})'
+)
+
+
+def _read_table(*path: str) -> list[dict[str, str]]:
+    with open(os.path.join(DATA_FOLDER, *path), encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+# Words that say nothing about which product is meant.
+_NOISE_WORDS: Final = frozenset(
+    "nvidia amd geforce tesla instinct gpu gpus tensor core generation edition accelerator per oam".split()
+)
+
+
+def _gpu_words(name: str) -> tuple[str, ...]:
+    """``"A100-80G SXM"`` -> ``("a100", "80gb", "sxm")``: lower case, one spelling of sizes, without noise words."""
+    text = name.lower().replace("_", " ")
+    text = re.sub(r"\b(\d+)\s*(?:gib|gb|g)\b", r"\1gb", text)
+    text = re.sub(r"\brtx(?=[a\d])", "rtx ", text)
+    return tuple(word for word in re.split(r"[^a-z0-9]+", text) if word and word not in _NOISE_WORDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuEntry:
+    """A row of ``gpus.csv`` with the words of each of its names."""
+
+    row: dict[str, str]
+    spellings: tuple[tuple[str, ...], ...]
+    optional_words: frozenset[str]  # true of this product, but may be left out: its memory size, "rtx"
+
+    @property
+    def name(self) -> str:
+        return self.row["name"]
+
+    def is_named(self, words: tuple[str, ...]) -> bool:
+        """One of the product's names, word for word (in any order, or run together)."""
+        wanted = self._needed(words)
+        return any(
+            set(wanted) == set(spelling) or "".join(wanted) == "".join(spelling)
+            for spelling in map(self._needed, self.spellings)
+        )
+
+    def fits(self, words: tuple[str, ...]) -> bool:
+        """Nothing in ``words`` speaks against this product."""
+        return set(words) <= self.optional_words.union(*self.spellings)
+
+    def _needed(self, words: tuple[str, ...]) -> list[str]:
+        return [word for word in words if word not in self.optional_words]
+
+
+def _split_names(cell: str) -> list[str]:
+    return [name.strip() for name in cell.split(";") if name.strip()]
+
+
+@functools.cache
+def _gpu_entries() -> tuple[_GpuEntry, ...]:
+    entries = []
+    for row in _read_table("gpus.csv"):
+        names = [row["name"], *_split_names(row["nvml_names"]), *_split_names(row["also_called"])]
+        entries.append(
+            _GpuEntry(
+                row=row,
+                spellings=tuple(_gpu_words(name) for name in names),
+                optional_words=frozenset({f"{row['marketed_memory_gb']}gb"} | ({"rtx"} if "RTX" in row["name"] else set())),
+            )
+        )
+    return tuple(entries)
+
+
+def _number(cell: str, scale: float = 1.0) -> float | None:
+    return float(cell) * scale if cell else None
+
+
+@functools.cache
+def _gpu_spec(name: str) -> GpuSpec:
+    (row,) = (entry.row for entry in _gpu_entries() if entry.name == name)
+    reported_mib, l2_cache_mib = _number(row["reported_memory_mib"]), _number(row["l2_cache_mib"])
+    return GpuSpec(
+        name=row["name"],
+        nvml_names=tuple(_split_names(row["nvml_names"])),
+        vendor=row["vendor"],
+        architecture=row["architecture"],
+        compute_capability=row["compute_capability"],
+        memory_bytes=int(reported_mib * MIB if reported_mib else float(row["marketed_memory_gb"]) * GIB),
+        memory_is_marketed=not reported_mib,
+        memory_bandwidth_bytes_per_second=float(row["memory_bandwidth_gb_per_second"]) * GIGA,
+        peak_bf16_flops_per_second=_number(row["peak_bf16_tflops"], TERA),
+        peak_fp16_flops_per_second=_number(row["peak_fp16_tflops"], TERA),
+        peak_fp32_flops_per_second=_number(row["peak_fp32_tflops"], TERA),
+        peak_tf32_flops_per_second=_number(row["peak_tf32_tflops"], TERA),
+        peak_fp8_flops_per_second=_number(row["peak_fp8_tflops"], TERA),
+        tdp_watts=_number(row["tdp_watts"]),
+        l2_cache_bytes=int(l2_cache_mib * MIB) if l2_cache_mib else None,
+        measured_bf16_matmul_flops_per_second=_number(row["measured_bf16_matmul_tflops"], TERA),
+        source=row["source"],
+        notes=row["notes"],
+    )
+
+
+def list_gpus() -> tuple[GpuSpec, ...]:
+    """Every catalogued GPU, in the order of the table."""
+    return tuple(_gpu_spec(entry.name) for entry in _gpu_entries())
+
+
+@functools.lru_cache(maxsize=1024)
+def find_gpu(name: str) -> GpuSpec:
+    """The one product called ``name``: its catalogue name, what NVML prints, or what people type.
+
+    Case, spaces, hyphens and the vendor's name do not matter. Raises :class:`AmbiguousNameError` where several
+    products fit ("A100"), :class:`UnknownNameError` where none does.
+    """
+    words = _gpu_words(name)
+    entries = _gpu_entries()
+    matches = [entry for entry in entries if entry.is_named(words)] if set(words) - {"rtx"} else []
+    if not matches and set(words) - {"rtx"}:
+        matches = [entry for entry in entries if entry.fits(words)]
+    if not matches:
+        raise UnknownNameError("GPU", name, [entry.name for entry in entries], way_out=_DESCRIBE_GPU)
+    if len(matches) > 1:
+        raise AmbiguousNameError("GPU", name, [entry.name for entry in matches])
+    return _gpu_spec(matches[0].name)
+
+
+# --- prices -----------------------------------------------------------------------------------------------------------
+
+_CLOUD_ALIASES: Final = {
+    "amazon": "AWS",
+    "ec2": "AWS",
+    "google": "GCP",
+    "googlecloud": "GCP",
+    "gce": "GCP",
+    "microsoft": "Azure",
+    "lambdalabs": "Lambda",
+    "lambdacloud": "Lambda",
+    "vast.ai": "Vast",
+    "vastai": "Vast",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PriceRow:
+    """A dated price. ``not_ranked_because`` is empty where the row may be chosen as somebody's cheapest."""
+
+    price: Price
+    not_ranked_because: str = ""
+
+
+def price_row_from_cells(cells: Mapping[str, str]) -> PriceRow:
+    """A row of ``prices.csv``. A price outside what any GPU costs means "unknown" in the feeds: never ranked.
+
+    Raises :class:`CostModelError` for a price of zero or less, which is no price at all.
+    """
+    usd_per_gpu_hour = float(cells["usd_per_gpu_hour"])
+    if not (math.isfinite(usd_per_gpu_hour) and usd_per_gpu_hour > 0):
+        raise CostModelError(
+            f"{cells['cloud']} {cells['gpu']} {cells['tier']}: a price of {usd_per_gpu_hour} means unknown, not free"
+        )
+    price = Price(
+        usd_per_gpu_hour=usd_per_gpu_hour,
+        usd_per_instance_hour=float(cells["usd_per_instance_hour"]),
+        gpus_per_instance=int(cells["gpus_per_instance"]),
+        gpu=cells["gpu"],
+        cloud=cells["cloud"],
+        product=cells["product"],
+        region=cells["region"],
+        tier=cells["tier"],
+        source=cells["source"],
+        as_of=cells["as_of"],
+        note=cells["note"],
+    )
+    reason = "" if cells["rank"] == "yes" else cells["rank"].removeprefix("no: ")
+    if not MIN_PLAUSIBLE_USD_PER_GPU_HOUR <= usd_per_gpu_hour <= MAX_PLAUSIBLE_USD_PER_GPU_HOUR:
+        reason = f"implausible: {usd_per_gpu_hour:g} USD per GPU-hour"
+    return PriceRow(price, reason)
+
+
+@functools.cache
+def list_price_rows() -> tuple[PriceRow, ...]:
+    """Every dated price, with those that are never ranked and why."""
+    return tuple(price_row_from_cells(cells) for cells in _read_table("prices.csv"))
+
+
+def list_prices() -> tuple[Price, ...]:
+    """Every dated price that may be ranked: a whole machine, sold today, not replaced by a later row."""
+    return tuple(row.price for row in list_price_rows() if not row.not_ranked_because)
+
+
+def find_cloud(name: str) -> str:
+    """The catalogue's spelling of a cloud's name; :class:`UnknownNameError` if it has no prices here."""
+    clouds = sorted({row.price.cloud for row in list_price_rows()})
+    wanted = name.lower().replace(" ", "").replace("-", "")
+    for cloud in clouds:
+        if cloud.lower() == wanted:
+            return cloud
+    if wanted in _CLOUD_ALIASES:
+        return _CLOUD_ALIASES[wanted]
+    raise UnknownNameError("cloud", name, clouds, way_out="or give the price itself: --usd-per-gpu-hour")
+
+
+def bill_usd_per_hour(price: Price, num_gpus: int = 1) -> float:
+    """What ``num_gpus`` GPUs cost for an hour: whole machines, however few of their GPUs are used."""
+    return math.ceil(num_gpus / price.gpus_per_instance) * price.usd_per_instance_hour
+
+
+def find_price(
+    gpu: str | GpuSpec, *, cloud: str | None = None, tier: str | None = "on_demand", num_gpus: int = 1
+) -> Price:
+    """The cheapest dated price of ``num_gpus`` of this GPU, by what is billed: whole machines.
+
+    A job on several GPUs wants one machine, so a cloud's smaller machines count only where it has none that is large
+    enough. ``tier=None`` means "not said": on demand or, where ``cloud`` is given and sells none, its community tier.
+    Raises :class:`CostModelError` with the prices that do exist.
+    """
+    gpu_name = gpu.name if isinstance(gpu, GpuSpec) else find_gpu(gpu).name
+    cloud = find_cloud(cloud) if cloud else None
+    if tier is not None and tier not in TIERS:
+        raise UnknownNameError("tier", tier, TIERS)
+    of_gpu = [price for price in list_prices() if price.gpu == gpu_name]
+    for wanted_tier in (tier,) if tier else ("on_demand", "community") if cloud else ("on_demand",):
+        offers = [price for price in of_gpu if price.tier == wanted_tier and cloud in (None, price.cloud)]
+        large_enough = {price.cloud for price in offers if price.gpus_per_instance >= num_gpus}
+        offers = [
+            price for price in offers if price.gpus_per_instance >= num_gpus or price.cloud not in large_enough
+        ]
+        if offers:
+            return min(offers, key=lambda price: (bill_usd_per_hour(price, num_gpus), price.cloud, price.region))
+    wanted = f"{tier or 'on_demand'} price for {gpu_name}" + (f" at {cloud}" if cloud else "")
+    known = sorted({(price.usd_per_gpu_hour, price.cloud, price.tier) for price in of_gpu})
+    listing = ", ".join(f"{cloud_name} {tier_name} {usd:g}" for usd, cloud_name, tier_name in known) or "none"
+    raise CostModelError(
+        f"no dated {wanted}; known for this GPU (USD per GPU-hour): {listing}; or give it: --usd-per-gpu-hour"
+    )
+
+
+def price_age_days(price: Price, today: datetime.date) -> int | None:
+    """Days since the price was read; ``None`` where the source gives no full date."""
+    try:
+        return (today - datetime.date.fromisoformat(price.as_of)).days
+    except ValueError:
+        return None
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+# What may follow a name without changing which model is meant: "Mixtral-8x7B" is "Mixtral-8x7B-v0.1".
+_RELEASE_SUFFIX: Final = re.compile(r"-(hf|base|it|pt|v\d+(\.\d+)*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Where a catalogued config comes from. ``confidence``: "high" where its size equals a published tensor count."""
+
+    model_id: str
+    model_type: str
+    confidence: str
+    source: str
+
+
+@functools.cache
+def _model_rows() -> dict[str, dict[str, str]]:
+    return {row["model_id"]: row for row in _read_table("models", "index.csv")}
+
+
+@functools.cache
+def _model_ids_by_lower_name() -> dict[str, str]:
+    """Lower-case id, or alias -> catalogue id."""
+    names = {row["alias"].lower(): row["model_id"] for row in _read_table("models", "aliases.csv")}
+    names.update((model_id.lower(), model_id) for model_id in _model_rows())
+    return names
+
+
+def list_models() -> tuple[str, ...]:
+    """Ids of all catalogued models, sorted."""
+    return tuple(_model_rows())
+
+
+def model_facts(model_id: str) -> ModelFacts:
+    """Family and source of a catalogued model, by its exact id."""
+    row = _model_rows()[model_id]
+    return ModelFacts(model_id, row["model_type"], row["confidence"], row["source"])
+
+
+def find_model_id(name: str) -> str | None:
+    """The catalogue id that ``name`` means, ``None`` if none does.
+
+    Case does not matter; the organisation and a release suffix (``-hf``, ``-v0.1``) may be left out where that leaves
+    one model. Raises :class:`AmbiguousNameError` where it leaves several.
+    """
+    wanted = name.strip().strip("/").lower()
+    names = _model_ids_by_lower_name()
+    if wanted in names:
+        return names[wanted]
+    has_organisation = "/" in wanted
+    exact, released = set(), set()
+    for known, model_id in names.items():
+        candidate = known if has_organisation else known.rpartition("/")[2]
+        if candidate == wanted:
+            exact.add(model_id)
+        elif candidate.startswith(wanted) and _RELEASE_SUFFIX.fullmatch(candidate, len(wanted)):
+            released.add(model_id)
+    matches = exact or released
+    if len(matches) > 1:
+        raise AmbiguousNameError("model", name, sorted(matches))
+    return matches.pop() if matches else None
+
+
+def find_model_config(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` mapping of a model. Data only: nothing is executed.
+
+    ``model`` is a mapping (copied), a path to a ``config.json`` or a folder that holds one, a catalogue id, or, only if
+    ``huggingface_hub`` is installed and can reach it (or has it cached), a hub id. Raises :class:`CostModelError`.
+    """
+    if isinstance(model, Mapping):
+        return dict(model)
+    name = os.fspath(model).strip()
+    if not name:
+        raise CostModelError("the model is an empty string; give an id, a path to a config.json, or a config mapping")
+    path = os.path.expanduser(name)
+    if name.lower().endswith(".json") or os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
+        return _config_from_path(path)
+    model_id = find_model_id(name)
+    if model_id is not None:
+        return _read_json_object(os.path.join(DATA_FOLDER, "models", _model_rows()[model_id]["file"]))
+    if os.path.isdir(path):
+        return _config_from_path(path)
+    return _config_from_hub(name)
+
+
+def _config_from_path(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        config_path = os.path.join(path, "config.json")
+        adapter_path = os.path.join(path, "adapter_config.json")
+        if not os.path.isfile(config_path) and os.path.isfile(adapter_path):
+            base = _read_json_object(adapter_path).get("base_model_name_or_path")
+            raise CostModelError(f"{path} holds a LoRA adapter, not a model; give its base model: {base}")
+        if not os.path.isfile(config_path):
+            raise CostModelError(f"the folder {path} holds no config.json")
+        path = config_path
+    if not os.path.isfile(path):
+        raise CostModelError(f"no such file: {path}")
+    return _read_json_object(path)
+
+
+def _read_json_object(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            value = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CostModelError(f"{path} is not readable JSON: {_first_line(error)}") from None
+    if not isinstance(value, dict):
+        raise CostModelError(f"{path} is not a config: it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _config_from_hub(name: str) -> dict[str, Any]:
+    """``config.json`` of a hub repository, by the installed ``huggingface_hub``: that one file, never code."""
+    reason = "it is not in the catalogue"
+    if re.fullmatch(r"[\w.\-]+/[\w.\-]+", name):
+        try:
+            from huggingface_hub import hf_hub_url, try_to_load_from_cache
+            from huggingface_hub.utils import build_hf_headers, get_session
+        except ImportError:
+            reason += ", and huggingface_hub is not installed to ask the hub"
+        else:
+            cached = try_to_load_from_cache(name, "config.json")
+            if isinstance(cached, str):
+                return _read_json_object(cached)
+            try:
+                # One request: the client's own download retries for half a minute where there is no network.
+                response = get_session().get(
+                    hf_hub_url(name, "config.json"), headers=build_hf_headers(), timeout=HUB_TIMEOUT_SECONDS
+                )
+                response.raise_for_status()
+                config = response.json()
+            except Exception as error:  # whatever the network, the hub or its client has to say
+                reason += f", and the hub gave none ({_first_line(error)})"
+            else:
+                if isinstance(config, dict):
+                    return config
+                reason += ", and the hub's config.json is not an object"
+    raise UnknownNameError("model", name, _known_like(name), way_out=f"{reason}; give a path to its config.json")
+
+
+def _known_like(name: str) -> list[str]:
+    """Ids to compare a misspelt name with: whole ones, or bare ones for a name without organisation."""
+    if "/" in name:
+        return list(list_models())
+    return [model_id.rpartition("/")[2] for model_id in list_models()]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+_DATASET_ALIASES: Final = {"cs": "commonsense_15k", "math": "math_14k"}
+
+
+def list_length_datasets() -> tuple[str, ...]:
+    """Data sets whose distribution of lengths is known."""
+    return tuple(sorted(file.removesuffix(".csv") for file in os.listdir(os.path.join(DATA_FOLDER, "lengths"))))
+
+
+def length_histogram(dataset_name: str) -> dict[int, float]:
+    """Tokens per sample -> number of samples, of a catalogued data set. Raises :class:`UnknownNameError`."""
+    known = list_length_datasets()
+    wanted = re.sub(r"[\s-]+", "_", dataset_name.strip().lower())
+    wanted = _DATASET_ALIASES.get(wanted, wanted)
+    for name in known:
+        if wanted in (name, name.replace("_", "")):
+            rows = _read_table("lengths", f"{name}.csv")
+            return {int(row["length_tokens"]): float(row["num_samples"]) for row in rows}
+    raise UnknownNameError(
+        "data set", dataset_name, known, way_out="or give a histogram, the lengths, or a file of lengths"
+    )

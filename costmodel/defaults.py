@@ -1,0 +1,266 @@
+"""Job -> ResolvedJob: what the user left unsaid, filled with the framework's own default, and named.
+
+The defaults of each framework are facts read from its source (the version stands beside each). Everything filled here
+is listed in the answer's ``assumed``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from costmodel.errors import CostModelError
+from costmodel.hf_config import ModelSpec
+from costmodel.specs import Job, Lengths
+
+FOUR_BIT: Final = frozenset({"nf4", "fp4", "gptq-int4", "awq-int4", "mxfp4"})
+BITSANDBYTES: Final = frozenset({"nf4", "fp4", "int8"})
+
+LATEST: Final[dict[str, str]] = {"transformers": "5.24", "trl": "1.16"}
+"""The versions whose source the defaults below were read from; assumed when the job names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedJob:
+    """A job with every default filled: the plain record that the arithmetic works on. Lengths in tokens."""
+
+    method: str  # full | lora | qlora
+    quantization: str | None
+    double_quant: bool
+    prepare_model_for_kbit_training: bool
+    lora_r: int
+    lora_alpha: float
+    lora_dropout: float
+    lora_target_modules: str | tuple[str, ...]
+    lora_target_parameters: tuple[str, ...]
+    lora_modules_to_save: tuple[str, ...]
+    use_dora: bool
+    adapter_dtype: str
+    dtype: str  # of the loaded, unquantised weights
+    autocast_dtype: str | None
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    reentrant_checkpointing: bool
+    attn_implementation: str
+    experts_implementation: str
+    fused_experts: bool  # transformers 5 stacks the experts into one parameter; transformers 4 keeps a Linear each
+    optim: str
+    torch_compile: bool
+    use_liger_kernel: bool
+    fused_loss: str | None
+    supervised_positions_only: bool  # the head sees only the positions in the loss (TRL's nll)
+    use_cache: bool
+    logits_to_keep: int
+    activation_offloading: bool
+    max_length: int
+    packing: bool
+    padding_free: bool
+    padding: str
+    pad_to_multiple_of: int
+    train_sampling_strategy: str
+    lengths: Lengths | None
+    supervised_fraction: float | None
+    num_gpus: int
+    num_samples: int | None
+    num_train_epochs: float
+    max_steps: int | None
+    eval_strategy: str
+    eval_steps: float | None
+    per_device_eval_batch_size: int
+    num_eval_samples: int | None
+    save_strategy: str
+    save_steps: float
+    save_only_model: bool
+    framework: str
+    framework_version: str
+
+    @property
+    def is_peft(self) -> bool:
+        return self.method != "full"
+
+    @property
+    def major_version(self) -> int:
+        return _version(self.framework_version)[0]
+
+
+def _version(text: str) -> tuple[int, int]:
+    match = re.match(r"v?(\d+)(?:\.(\d+))?", text)
+    if not match:
+        raise CostModelError(f"framework_version must start with a number such as 5.24 or 4.40, got {text!r}")
+    return int(match[1]), int(match[2] or 0)
+
+
+def transformers_major(framework: str, version: str) -> int:
+    """Which transformers generation runs underneath: 4 keeps a Linear for each expert, 5 stacks them.
+
+    TRL 1.x runs on transformers 5 (and 0.x on 4); the others name no transformers version, so the newest is taken.
+    """
+    if framework == "transformers":
+        return _version(version)[0]
+    if framework == "trl":
+        return 5 if _version(version)[0] >= 1 else 4
+    return 5
+
+
+def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
+    """The job with every default filled, and the names of the fields that were.
+
+    Raises :class:`CostModelError` where a framework has no default (``max_length`` of plain transformers) or a
+    combination cannot run.
+    """
+    assumed: list[str] = []
+
+    def pick(field: str, default: Any) -> Any:
+        value = getattr(job, field)
+        if value is None:
+            assumed.append(field)
+            return default
+        return value
+
+    framework = pick("framework", "transformers")
+    version = pick("framework_version", LATEST.get(framework, LATEST["transformers"]))
+    is_trl = framework == "trl"
+    generation = transformers_major(framework, version)
+
+    says_lora = any(value is not None for value in (job.lora_r, job.lora_target_modules, job.lora_target_parameters))
+    method = pick("method", "qlora" if job.quantization else "lora" if says_lora else "full")
+    quantization = job.quantization
+    if method == "qlora" and quantization is None:
+        assumed.append("quantization")
+        quantization = "nf4"
+    if method == "lora" and quantization in FOUR_BIT | {"int8"}:
+        method = "qlora"
+    if method == "full" and quantization in BITSANDBYTES:
+        raise CostModelError(f"a base quantised to {quantization} cannot be fully fine-tuned; use method qlora")
+
+    autocast = _autocast(job, is_trl, assumed)
+    dtype = job.dtype
+    if dtype is None:
+        assumed.append("dtype")
+        # transformers 5: dtype="auto" is the default of from_pretrained; 4 loads fp32, but fp16 under 4- and 8-bit.
+        # TRL 1.x loads a model named by a string in fp32 (trainer/utils.py, create_model_from_path).
+        if is_trl and not quantization:
+            dtype = "float32"
+        elif generation >= 5:
+            dtype = model.checkpoint_dtype or "float32"
+        else:
+            dtype = "float16" if quantization in BITSANDBYTES else "float32"
+    # peft keeps the adapters of a 16-bit base in fp32 (autocast_adapter_dtype); TRL 1.x casts those of a quantised base
+    # to bf16 (sft_trainer.py).
+    adapter_dtype = job.adapter_dtype
+    if adapter_dtype is None:
+        if method != "full":
+            assumed.append("adapter_dtype")
+        adapter_dtype = "bfloat16" if is_trl and quantization and _version(version)[0] >= 1 else "float32"
+
+    use_liger = bool(pick("use_liger_kernel", False))
+    loss_type = job.loss_type or ("nll" if is_trl else "ForCausalLM")
+    # TRL 1.x computes the head in chunks over the supervised positions; Liger fuses the head into the loss.
+    fused_loss = job.fused_loss
+    if fused_loss is None:
+        fused_loss = "fused" if use_liger else "chunked" if is_trl and _version(version)[0] >= 1 else None
+    max_length = job.max_length
+    if max_length is None:
+        if not is_trl:
+            raise CostModelError(
+                "max_length is required: plain transformers has no default (the collator pads to whatever the data holds); "
+                "give the longest sample in tokens"
+            )
+        assumed.append("max_length")
+        max_length = 1024
+    optim = pick("optim", "adamw_torch_fused" if generation >= 5 else "adamw_torch")
+    experts = pick("experts_implementation", "grouped_mm" if generation >= 5 else "eager") if model.is_moe else "eager"
+    if generation < 5 and experts != "eager":
+        raise CostModelError(f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)")
+    checkpointing = pick("gradient_checkpointing", is_trl)
+    packing = pick("packing", False)
+    is_kbit = quantization in BITSANDBYTES
+    kbit_prep = job.prepare_model_for_kbit_training
+    if kbit_prep is None:
+        # peft's own preparation; TRL 1.x does not call it.
+        kbit_prep = is_kbit and not is_trl
+        if is_kbit:
+            assumed.append("prepare_model_for_kbit_training")
+    max_steps = job.max_steps if job.max_steps and job.max_steps > 0 else None
+    return (
+        ResolvedJob(
+            method=method,
+            quantization=quantization,
+            double_quant=bool(pick("double_quant", False)) if quantization in {"nf4", "fp4"} else False,
+            prepare_model_for_kbit_training=kbit_prep,
+            lora_r=pick("lora_r", 8) if method != "full" else 0,
+            lora_alpha=float(pick("lora_alpha", 8)) if method != "full" else 0.0,
+            lora_dropout=float(pick("lora_dropout", 0.0)) if method != "full" else 0.0,
+            lora_target_modules=_targets(job, assumed) if method != "full" else (),
+            lora_target_parameters=job.lora_target_parameters or (),
+            lora_modules_to_save=job.lora_modules_to_save or (),
+            use_dora=job.use_dora,
+            adapter_dtype=adapter_dtype,
+            dtype=dtype,
+            autocast_dtype=autocast,
+            per_device_train_batch_size=pick("per_device_train_batch_size", 8),
+            gradient_accumulation_steps=pick("gradient_accumulation_steps", 1),
+            gradient_checkpointing=checkpointing,
+            reentrant_checkpointing=_is_reentrant(job.gradient_checkpointing_kwargs, generation),
+            attn_implementation=pick("attn_implementation", "sdpa"),
+            experts_implementation=experts,
+            fused_experts=generation >= 5,
+            optim=optim,
+            torch_compile=bool(pick("torch_compile", False)),
+            use_liger_kernel=use_liger,
+            fused_loss=fused_loss,
+            supervised_positions_only=is_trl and fused_loss == "chunked" and loss_type in {"nll", "dft"},
+            use_cache=bool(job.use_cache) if job.use_cache is not None else False,
+            logits_to_keep=job.logits_to_keep or 0,
+            activation_offloading=bool(job.activation_offloading),
+            max_length=max_length,
+            packing=packing,
+            padding_free=bool(pick("padding_free", packing)),
+            padding=pick("padding", "longest"),
+            pad_to_multiple_of=pick("pad_to_multiple_of", 1),
+            train_sampling_strategy=pick("train_sampling_strategy", "random"),
+            lengths=job.lengths,
+            supervised_fraction=job.supervised_fraction,
+            num_gpus=job.num_gpus,
+            num_samples=job.num_samples,
+            num_train_epochs=float(pick("num_train_epochs", 3.0)) if max_steps is None else (job.num_train_epochs or 3.0),
+            max_steps=max_steps,
+            eval_strategy=pick("eval_strategy", "no"),
+            eval_steps=job.eval_steps,
+            per_device_eval_batch_size=pick("per_device_eval_batch_size", 8),
+            num_eval_samples=job.num_eval_samples,
+            save_strategy=pick("save_strategy", "steps"),
+            save_steps=pick("save_steps", 500),
+            save_only_model=bool(pick("save_only_model", False)),
+            framework=framework,
+            framework_version=version,
+        ),
+        tuple(assumed),
+    )
+
+
+def _autocast(job: Job, is_trl: bool, assumed: list[str]) -> str | None:
+    if job.fp16:
+        return "float16"
+    if job.bf16 is None:
+        assumed.append("bf16")
+        return "bfloat16" if is_trl else None  # SFTConfig 1.x turns bf16 on, TrainingArguments leaves it off
+    return "bfloat16" if job.bf16 else None
+
+
+def _targets(job: Job, assumed: list[str]) -> str | tuple[str, ...]:
+    if job.lora_target_modules is None:
+        if job.lora_target_parameters:
+            return ()
+        assumed.append("lora_target_modules")
+        return ("q_proj", "v_proj")  # peft 0.21 constants.py, every family modelled here
+    return job.lora_target_modules
+
+
+def _is_reentrant(kwargs: Mapping[str, Any] | None, generation: int) -> bool:
+    if kwargs and "use_reentrant" in kwargs:
+        return bool(kwargs["use_reentrant"])
+    return generation < 5  # transformers 5 checkpoints without re-entering, 4.x with

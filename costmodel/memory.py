@@ -1,0 +1,540 @@
+"""Device memory of one training step: what is held, and its peak as a maximum over phases.
+
+The tensors are counted from what autograd saves for each operator of the real modules (transformers 5.24, peft 0.21);
+``docs/formulas.md`` derives each term and ``tests`` holds them against traces of those modules. All figures in bytes,
+all of one GPU, in the steady state (the optimizer has taken its first step).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from costmodel.adapters import Adapters, LayerAdapters, plan_adapters
+from costmodel.constants import (
+    ALLOCATOR_OVERHEAD,
+    CUBLAS_WORKSPACE_BYTES,
+    CUDA_CONTEXT_BYTES,
+    LOSS_CHUNK_TOKENS,
+)
+from costmodel.defaults import BITSANDBYTES, ResolvedJob
+from costmodel.hf_config import Layer, ModelSpec
+from costmodel.units import BYTES_PER_ELEMENT
+from costmodel.workload import Batch, attention_kernel, num_trainable_params, stream_dtype
+
+# Bytes of one parameter in each storage; the scales are inside.
+# nf4 / fp4: 4 bit and one fp32 scale for 64 weights; double quantisation keeps the scales in 8 bit, with one fp32 for 256
+# of them (bitsandbytes functional.py). int8: one fp32 a row is added apart. gptq, awq: groups of 128 with a 16-bit scale
+# and a 4-bit zero. mxfp4: one 8-bit scale for 32 weights.
+_QUANTIZED_BYTES = {
+    "nf4": 0.5 + 4 / 64,
+    "fp4": 0.5 + 4 / 64,
+    "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256),
+    "fp4-double": 0.5 + 1 / 64 + 4 / (64 * 256),
+    "int8": 1.0,
+    "gptq-int4": 0.5 + 2.5 / 128,
+    "awq-int4": 0.5 + 2.5 / 128,
+    "mxfp4": 0.5 + 1 / 32,
+    "fp8": 1.0,
+}
+
+# Optimizer state for each trained element, in units of the parameter's own bytes ("own") or in bytes.
+_STATE_OWN_COPIES = {"adamw_torch": 2, "adamw_torch_fused": 2, "adamw_apex_fused": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+_STATE_BYTES = {
+    "paged_adamw_32bit": 8.0,
+    "adamw_8bit": 2 + 2 * 4 / 256,  # one fp32 scale for 256 elements of each state (bitsandbytes)
+    "adamw_bnb_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_8bit": 2 + 2 * 4 / 256,
+    "lion_32bit": 4.0,
+    "paged_lion_32bit": 4.0,
+    "lion_8bit": 1 + 4 / 256,
+    "paged_lion_8bit": 1 + 4 / 256,
+    "adamw_anyprecision": 4.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBreakdown:
+    """Peak memory of one GPU and what it is made of. The parts are those alive at the peak and sum to the allocated peak."""
+
+    weights_bytes: int
+    adapters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    temporary_bytes: int
+    context_bytes: int
+    peak_phase: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_device_bytes: int
+    peak_device_bytes_low: int | None = None
+    peak_device_bytes_high: int | None = None
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What lives through the whole step."""
+
+    weights_bytes: int
+    adapters_bytes: int
+    optimizer_bytes: int
+    gradients_bytes: int  # of every trained parameter, once the backward is through
+
+    @property
+    def static_bytes(self) -> int:
+        return self.weights_bytes + self.adapters_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Types:
+    """Bytes of an element in the places where a step keeps tensors."""
+
+    weights: int  # loaded, unquantised weights
+    stream: int  # residual stream
+    compute: int  # what matmuls run in
+    adapter: int
+    mlp: int  # outputs of the base linears
+    autocast: bool
+
+
+def _types(job: ResolvedJob) -> _Types:
+    stream = BYTES_PER_ELEMENT[stream_dtype(job)]
+    compute = 2 if job.autocast_dtype else stream
+    # bitsandbytes casts the result of a 4- or 8-bit linear back to the type that came in.
+    mlp = stream if job.quantization in BITSANDBYTES else compute
+    return _Types(
+        weights=BYTES_PER_ELEMENT[job.dtype],
+        stream=stream,
+        compute=compute,
+        adapter=BYTES_PER_ELEMENT[job.adapter_dtype],
+        mlp=mlp,
+        autocast=job.autocast_dtype is not None,
+    )
+
+
+def quantized_params(model: ModelSpec, job: ResolvedJob) -> int:
+    """Parameters that the quantisation reaches: the layers' linears; stacked experts only outside bitsandbytes.
+
+    bitsandbytes replaces ``nn.Linear`` alone, so the stacked experts of transformers 5 stay in 16 bit.
+    """
+    if job.quantization is None:
+        return 0
+    total = 0
+    for layer, count in model.layers:
+        total += count * sum(linear.in_features * linear.out_features for linear in layer.linears)
+        if layer.experts and not (job.fused_experts and job.quantization in BITSANDBYTES):
+            total += count * layer.experts.num_experts * layer.experts.params_per_expert
+            if not job.fused_experts:  # the router is a Linear like any other there
+                total += count * layer.experts.router_params
+    return total
+
+
+@lru_cache(maxsize=512)
+def held_bytes(model: ModelSpec, job: ResolvedJob) -> Held:
+    """Weights, adapters, optimizer states and gradients. Source: ``docs/formulas.md``, section memory."""
+    quantized = quantized_params(model, job)
+    rest = model.num_params - quantized
+    rest_bytes = BYTES_PER_ELEMENT[stream_dtype(job)]
+    weights = rest * rest_bytes
+    if job.quantization:
+        storage = f"{job.quantization}-double" if job.double_quant else job.quantization
+        weights += int(quantized * _QUANTIZED_BYTES[storage])
+        if job.quantization == "int8":
+            weights += 4 * sum(linear.out_features * count for layer, count in model.layers for linear in layer.linears)
+    trained = num_trainable_params(model, job)
+    trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
+    return Held(
+        weights_bytes=weights,
+        adapters_bytes=trained * trained_bytes if job.is_peft else 0,
+        optimizer_bytes=_optimizer_bytes(model, job, trained, trained_bytes),
+        gradients_bytes=trained * trained_bytes,
+    )
+
+
+def _optimizer_bytes(model: ModelSpec, job: ResolvedJob, trained: int, parameter_bytes: int) -> int:
+    if job.optim in _STATE_OWN_COPIES:
+        return _STATE_OWN_COPIES[job.optim] * trained * parameter_bytes
+    if job.optim == "adafactor":
+        return 4 * _rows_and_columns(model, job)
+    state = int(_STATE_BYTES[job.optim] * trained)
+    if "8bit" in job.optim and not job.is_peft:
+        # transformers registers every nn.Embedding for 32-bit states (Trainer.create_optimizer).
+        state += int((8 - _STATE_BYTES[job.optim]) * model.embedding_params)
+    return state
+
+
+def _rows_and_columns(model: ModelSpec, job: ResolvedJob) -> int:
+    """Elements of Adafactor's factored second moment: one row and one column vector for each trained matrix."""
+    adapters = plan_adapters(model, job)
+    total = 0
+    for layer, adapted, count in adapters.runs:
+        if job.is_peft:
+            pairs = [(a.r, a.linear.in_features, a.linear.out_features, 1) for a in adapted.linears]
+            pairs += [(a.r, a.linear.in_features, a.linear.out_features, adapted.num_experts) for a in adapted.expert_linears]
+            pairs += [(p.r * p.num_matrices, p.in_features, p.out_features, 1) for p in adapted.parameters]
+            total += count * sum(copies * (2 * r + width_in + width_out) for r, width_in, width_out, copies in pairs)
+        else:
+            total += count * sum(linear.in_features + linear.out_features for linear in layer.linears)
+            total += count * sum(norm.size for norm in layer.norms)
+            if layer.experts:
+                experts = layer.experts
+                per_expert = 3 * (experts.hidden_size + experts.intermediate_size)
+                total += count * (experts.num_experts * per_expert + experts.num_experts + experts.hidden_size)
+    if not job.is_peft:
+        total += (1 if model.tied_embeddings else 2) * (model.vocab_size + model.hidden_size) + model.hidden_size
+    return total
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerBytes:
+    """What one layer keeps for its backward, and what its backward holds besides.
+
+    ``per_token`` bytes for each token, ``per_pair`` for each (token, attended key), ``fixed`` whatever the batch.
+    ``freed_*`` / ``extra_*``: at the worst moment of its own backward, what it has let go and what it holds in addition.
+    """
+
+    per_token: float
+    per_pair: float
+    fixed: float
+    input_norm_per_token: float  # part of per_token that a checkpointed fp32 stream already holds
+    first_layer_saving_per_token: float  # not kept in the first layer when nothing below it is trained
+    done_gradients: float  # of this layer, already finished at that moment
+    freed_per_token: float
+    freed_fixed: float
+    extra_per_token: float
+    extra_fixed: float
+    gradients: float  # bytes of all gradients of the layer
+
+
+def _adapter_input_bytes(types: _Types, dropout: float) -> float:
+    """Bytes kept for each input element of an adapted linear: A's own copy of the input, and the dropout mask."""
+    if types.adapter == types.stream and not (types.autocast and types.compute != types.adapter):
+        own_copy = 0.0  # A reads the very tensor that is there
+    elif types.autocast:
+        own_copy = 2.0
+    else:
+        own_copy = float(types.adapter)
+    if dropout > 0:
+        kept = own_copy or float(types.compute)
+        return kept + 1.0
+    return own_copy
+
+
+def _layer_bytes(
+    layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: _Types, is_padded: bool
+) -> _LayerBytes:
+    full = not job.is_peft
+    attention = layer.attention
+    query, kv, heads = attention.query_width, attention.kv_width, attention.num_heads
+    hidden = layer.linears[0].in_features
+    compute, stream, mlp = types.compute, types.stream, types.mlp
+    adapted_names = {each.linear.name: each for each in adapted.linears}
+    casts_input = types.autocast and stream != compute  # every linear casts its own copy of a norm's output
+    copy_bytes = _adapter_input_bytes(types, job.lora_dropout)
+    rank_bytes = 4.0 if not types.autocast and types.adapter == 4 else 2.0
+
+    # norms: the fp32 input and the scale; for a trained weight also the normalised input
+    norms = 0.0
+    for norm in layer.norms:
+        rows = norm.width // norm.size if norm.size else 1
+        norms += 4 * norm.width + 4 * rows + (stream * norm.width if full else 0)
+    # the norm's output, where a linear or adapter reads that very tensor
+    shared_reads = 0.0
+    shared_in = full and not casts_input
+    shared_adapter = bool(adapted_names) and copy_bytes == 0.0
+    attention_inputs = [each for each in layer.linears if each.leaf in {"q_proj", "k_proj", "v_proj"}]
+    mlp_inputs = [each for each in layer.linears if each.leaf in {"gate_proj", "up_proj"}]
+    for readers in (attention_inputs, mlp_inputs):
+        if shared_in or (shared_adapter and any(each.name in adapted_names for each in readers)):
+            shared_reads += stream * hidden
+    if layer.experts and full:
+        shared_reads += stream * hidden if not casts_input else 2 * hidden
+    elif layer.experts and adapted.parameters:
+        shared_reads += stream * hidden
+    own_copies = 0.0
+    if full and casts_input:
+        own_copies += 2.0 * sum(each.in_features for each in layer.linears if each.leaf not in {"o_proj", "down_proj"})
+    adapter_copies = sum(
+        copy_bytes * each.linear.in_features + rank_bytes * each.r for each in adapted.linears
+    )
+
+    # attention
+    kernel = attention_kernel(job, layer)
+    per_pair = 0.0
+    if kernel == "fused":
+        if is_padded and job.attn_implementation == "sdpa":
+            scores = 2 * 4 * query + 4 * heads  # memory-efficient kernel: K and V repeated for each query head
+            per_pair = 2.0  # the 16-bit mask of each sequence
+        else:
+            scores = 2 * (2 * query + 2 * kv) + 4 * heads
+    elif kernel == "math":
+        # scaled Q and K, V, the output: all as wide as Q; in 16 bit the unscaled ones and a mask stay too
+        scores = compute * query * (4 if compute == 4 else 6)
+        per_pair = 4.0 * heads + (0 if compute == 4 else compute)  # one fp32 or two 16-bit score matrices
+    else:
+        scores = compute * (2 * query + 2 * kv) + compute * 2 * (query - kv)
+        per_pair = (4.0 + compute) * heads
+    # o_proj reads the attention output, which is there; fp32 attention outside autocast likewise
+
+    # dense MLP
+    width = layer.mlp_width
+    dense = 0.0
+    if width:
+        dense = 3 * mlp * width  # gate, activation, up
+        down_name = next(each.name for each in layer.linears if each.leaf == "down_proj")
+        if (full and mlp == compute) or (down_name in adapted_names and copy_bytes == 0.0):
+            dense += mlp * width
+        elif full:
+            dense += 2.0 * width
+    # routed experts
+    experts = layer.experts
+    moe = fixed = 0.0
+    if experts:
+        k, expert_width = experts.num_experts_per_tok, experts.intermediate_size
+        trained = full or bool(adapted.parameters) or bool(adapted.expert_linears)
+        gathered = 2.0 * k * hidden if trained else 0.0
+        moe = gathered + 2.0 * k * (4 * expert_width if trained else 3 * expert_width)
+        moe += 2.0 * k * hidden if trained else 0.0  # the result of down, which the routing weight multiplies
+        moe += 4.0 * experts.num_experts + 40.0 * k  # router probabilities; indices and permutations
+        moe += k * sum(copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears)
+        for parameter in adapted.parameters:
+            if parameter.num_matrices > 1:  # the merged copy, and the 16-bit copies of A and B
+                fixed += compute * parameter.base_params + 2.0 * parameter.num_params
+
+    # autocast's 16-bit copies of fp32 weights, kept for the input gradient (under checkpointing: of one layer at a time)
+    if types.autocast and stream == 4 and job.quantization is None:
+        fixed += 2.0 * sum(each.in_features * each.out_features for each in layer.linears)
+        if experts:
+            fixed += 2.0 * experts.num_params
+    if types.autocast and types.adapter == 4 and not job.gradient_checkpointing:
+        fixed += 2.0 * sum(each.num_params for each in adapted.linears)
+
+    per_token = norms + shared_reads + own_copies + adapter_copies + scores + dense + moe
+    layer_input_norm = 4.0 * hidden + 4 + (stream * hidden if full else 0)
+
+    # the worst moment of the layer's own backward
+    weight_bytes = types.weights if full else 0
+    gradients = float(weight_bytes * layer.num_params) if full else float(types.adapter * adapted.num_params)
+    done = freed = freed_fixed = extra = extra_fixed = 0.0
+    if experts:
+        stack_rows = 2.0 * experts.num_experts_per_tok
+        down_params = experts.num_experts * experts.hidden_size * experts.intermediate_size
+        if full:
+            # gate_up: its gradient is being built, down's is done
+            done = float(weight_bytes * down_params)
+            freed = stack_rows * (hidden + 4 * experts.intermediate_size)
+            extra = stack_rows * (2 * experts.intermediate_size + hidden) + stream * hidden
+            extra_fixed = 2.0 * weight_bytes * down_params
+        elif adapted.parameters:
+            # down: the full gradient of the merged stack, while all but its result is still there
+            freed = stack_rows * hidden
+            extra = stack_rows * (hidden + experts.intermediate_size) + stream * hidden
+            extra_fixed = compute * float(down_params)
+        else:
+            extra = stack_rows * (hidden + 2 * experts.intermediate_size) + 2 * stream * hidden
+    elif width:
+        down = layer.linear("down_proj")
+        assert down is not None
+        # the activation's backward: in full tuning up's weight gradient is in flight and up's input still there
+        freed = (1.0 if full else 2.0) * mlp * width
+        if full or down.name in adapted_names:
+            freed += (mlp if copy_bytes == 0.0 else copy_bytes) * width
+        if "mlp.up_proj" in adapted_names:
+            freed += copy_bytes * hidden
+        if full:
+            done = float(weight_bytes * 2 * down.in_features * down.out_features)
+        extra = 5.0 * mlp * width + 2 * stream * hidden
+        if full:
+            extra_fixed = float(weight_bytes * down.in_features * down.out_features)
+        elif job.quantization:
+            extra_fixed = 2.0 * compute * down.in_features * down.out_features
+    return _LayerBytes(
+        per_token=per_token,
+        per_pair=per_pair,
+        fixed=fixed,
+        input_norm_per_token=4.0 * hidden if stream == 4 else 0.0,
+        first_layer_saving_per_token=layer_input_norm if job.is_peft and not job.gradient_checkpointing else 0.0,
+        done_gradients=done,
+        freed_per_token=freed,
+        freed_fixed=freed_fixed,
+        extra_per_token=extra,
+        extra_fixed=extra_fixed,
+        gradients=gradients,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything about the peak that does not depend on the batch."""
+
+    held: Held
+    types: _Types
+    runs: tuple[tuple[_LayerBytes, int], ...]
+    head_trained: bool
+    head_gradient_bytes: float
+    embedding_gradient_bytes: float
+    head_copy_bytes: float
+    optimizer_temporary_bytes: float
+    embedding_is_trained: bool
+
+
+@lru_cache(maxsize=512)
+def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
+    types = _types(job)
+    adapters: Adapters = plan_adapters(model, job)
+    full = not job.is_peft
+    saved_leaves = {name.rpartition(".")[2] for name in job.lora_modules_to_save}
+    head_trained = full or "lm_head" in saved_leaves
+    embedding_trained = full or "embed_tokens" in saved_leaves
+    # an fp32 head under autocast leaves its 16-bit copy behind until its own backward is through
+    head_copy = 2.0 * model.vocab_size * model.hidden_size if types.autocast and types.stream == 4 else 0.0
+    trained = num_trainable_params(model, job)
+    trained_bytes = types.adapter if job.is_peft else types.weights
+    return _Plan(
+        held=held_bytes(model, job),
+        types=types,
+        runs=tuple(
+            (_layer_bytes(layer, adapted, job, types, is_padded), count) for layer, adapted, count in adapters.runs
+        ),
+        head_trained=head_trained,
+        head_gradient_bytes=float(types.weights * model.embedding_params) if head_trained else 0.0,
+        embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
+        head_copy_bytes=head_copy,
+        # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
+        optimizer_temporary_bytes=float(trained * trained_bytes) if job.optim in {"adamw_torch", "sgd", "adagrad"} else 0.0,
+        embedding_is_trained=embedding_trained,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    phase: str
+    gradients: float
+    activations: float
+    logits: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.activations + self.logits + self.temporary
+
+
+def peak_memory(model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False) -> MemoryBreakdown:
+    """Peak of one training step on ``batch``; ``is_padded`` says whether its sequences differ in length.
+
+    The peak is the largest of: the loss at the end of the forward, the backward of the last and of the first layer of each
+    run, the embedding's backward, the optimizer step. A ``Trainer`` drops the logits' reference before the backward; a
+    loop that keeps ``outputs`` alive holds them too.
+    """
+    plan = _plan(model, job, is_padded)
+    worst = max(_moments(model, job, plan, batch), key=lambda moment: moment.total)
+    held = plan.held
+    allocated = held.static_bytes + worst.total + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
+    reserved = allocated * (1 + (0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)]))
+    context = 0 if on_cpu else CUDA_CONTEXT_BYTES
+    return MemoryBreakdown(
+        weights_bytes=held.weights_bytes,
+        adapters_bytes=held.adapters_bytes,
+        gradients_bytes=int(worst.gradients),
+        optimizer_bytes=held.optimizer_bytes,
+        activations_bytes=int(worst.activations),
+        logits_bytes=int(worst.logits),
+        temporary_bytes=int(worst.temporary) + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES),
+        context_bytes=context,
+        peak_phase=worst.phase,
+        peak_allocated_bytes=int(allocated),
+        peak_reserved_bytes=int(reserved),
+        peak_device_bytes=int(reserved) + context,
+    )
+
+
+def job_class(job: ResolvedJob) -> str:
+    """The class of job that decides how much the caching allocator holds beyond what is allocated."""
+    if not job.is_peft:
+        return "full"
+    return "lora_checkpointed" if job.gradient_checkpointing else "lora"
+
+
+def _moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> list[_Moment]:
+    types = plan.types
+    tokens, pairs = batch.num_tokens, batch.num_attended_pairs
+    hidden, vocab = model.hidden_size, model.vocab_size
+    accumulates = job.gradient_accumulation_steps > 1
+    all_gradients = float(plan.held.gradients_bytes)
+    checkpoint = types.stream * hidden * tokens if job.gradient_checkpointing and not job.activation_offloading else 0.0
+
+    def layer_bytes(each: _LayerBytes) -> float:
+        return each.per_token * tokens + each.per_pair * pairs + each.fixed
+
+    def kept(each: _LayerBytes) -> float:
+        return checkpoint if job.gradient_checkpointing else layer_bytes(each)
+
+    first = plan.runs[0][0]
+    stored = sum(kept(each) * count for each, count in plan.runs) - first.first_layer_saving_per_token * tokens
+    # final norm: its fp32 input; trained, also the normalised input; and the head's input where that is trained or cast
+    final_norm = 4.0 * hidden + 4 + (2 * types.stream * hidden if not job.is_peft else 0)
+    if types.autocast and types.stream == 4 and not job.is_peft:
+        final_norm += 2.0 * hidden - types.stream * hidden
+    final = final_norm * tokens + plan.head_copy_bytes
+
+    kv_cache = 0.0
+    if job.use_cache and not job.gradient_checkpointing:
+        kv_cache = sum(2.0 * types.compute * layer.attention.kv_width * count for layer, count in model.layers) * tokens
+
+    # 1. the loss. log-softmax is saved (4 B a logit), its backward holds the gradient of the loss and the result (4 + 4).
+    head_tokens = batch.num_head_tokens
+    if job.fused_loss == "fused":
+        chunk = min(head_tokens, LOSS_CHUNK_TOKENS["fused"])
+        logits, loss_temporary = 0.0, 16.0 * vocab * chunk + types.compute * hidden * head_tokens
+    elif job.fused_loss == "chunked":
+        chunk = min(head_tokens, LOSS_CHUNK_TOKENS["chunked"])
+        logits, loss_temporary = 0.0, 16.0 * vocab * chunk + types.compute * hidden * head_tokens
+    else:
+        logits, loss_temporary = 4.0 * vocab * head_tokens, 8.0 * vocab * head_tokens
+        loss_temporary += types.compute * vocab * head_tokens if job.logits_to_keep else 0.0
+    base_gradients = all_gradients if accumulates else 0.0
+    moments = [_Moment("loss", base_gradients, stored + final + kv_cache, logits, loss_temporary)]
+    if job.fused_loss and plan.head_trained:
+        moments[0] = _Moment("loss", base_gradients, stored + final + kv_cache, 0.0, loss_temporary + plan.head_gradient_bytes)
+
+    # 2. the backward of the layers: at the top of each run (everything below is stored) and at its bottom
+    gradients_above = plan.head_gradient_bytes * (0 if model.tied_embeddings else 1) + (
+        types.weights * hidden if not job.is_peft else 0
+    )
+    tied_temporary = plan.head_gradient_bytes if model.tied_embeddings else 0.0
+    below = stored + kv_cache
+    for each, count in reversed(plan.runs):
+        for position in (0, count - 1) if count > 1 else (0,):
+            finished = gradients_above + position * each.gradients
+            rest = below - position * kept(each)
+            if job.gradient_checkpointing:
+                recomputed = layer_bytes(each) - each.input_norm_per_token * tokens
+            else:
+                recomputed = 0.0
+            held_gradients = all_gradients if accumulates else finished + each.done_gradients
+            # with accumulation a finished weight gradient is a temporary until it is added to what is there
+            moments.append(
+                _Moment(
+                    "backward",
+                    held_gradients,
+                    rest + recomputed - each.freed_per_token * tokens - each.freed_fixed,
+                    0.0,
+                    each.extra_per_token * tokens + each.extra_fixed + tied_temporary,
+                )
+            )
+        gradients_above += count * each.gradients
+        below -= count * kept(each)
+    # 3. the embedding: every other gradient is there, its own is being built
+    if plan.embedding_is_trained:
+        others = all_gradients if accumulates else all_gradients - plan.embedding_gradient_bytes
+        temporary = plan.embedding_gradient_bytes + tied_temporary + types.stream * hidden * tokens
+        moments.append(_Moment("embedding", others, 0.0, 0.0, temporary))
+    # 4. the optimizer
+    moments.append(_Moment("optimizer", all_gradients, 0.0, 0.0, plan.optimizer_temporary_bytes))
+    return moments

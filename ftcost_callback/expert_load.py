@@ -1,0 +1,315 @@
+"""Tokens routed to each expert of each layer, from the indices that the experts modules are really given.
+
+transformers calls ``experts(hidden_states, top_k_index, top_k_weights)`` in nearly every MoE family; a pre-hook on those
+modules sees the choice made, whatever the router returns (with a score bias the top-k of its logits is not the choice).
+Inside the forward the index tensor is only kept; all layers are counted together when the window closes: one stack, one
+scatter, no wait for the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ftcost_callback.forward_window import TrainingForward, no_op_hook, no_op_reduction
+from ftcost_callback.records import ExpertLoad, ExpertStatus
+
+_INDEX_ARGUMENTS: Final = ("top_k_index", "router_indices")
+_ROUTER_ATTRIBUTES: Final = ("gate", "router")
+_NUM_EXPERTS_FIELDS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_CLASS: Final = re.compile(r"Experts|Router|MoE|Moe(?=[A-Z]|$)|SparseMLP|Top[12k]")
+# Families whose experts run, but not as their indices say (NllbMoeExperts encodes an already encoded mask).
+_UNSUPPORTED_CLASSES: Final = ("NllbMoeExperts",)
+_MAX_PENDING_BYTES: Final = 16 * 2**20
+
+# The counter whose window is open, for the operator below: a compiled graph cannot carry a Python object.
+_open_counter: ExpertLoadCounter | None = None
+
+
+@torch.library.custom_op("ftcost::tap", mutates_args=())
+def _tap(index: Tensor) -> Tensor:
+    """Identity on the expert indices whose body runs inside a compiled graph, also in its recomputation."""
+    if _open_counter is not None:
+        _open_counter.seen(index)
+    return index.clone()
+
+
+@_tap.register_fake
+def _(index: Tensor) -> Tensor:
+    return torch.empty_like(index)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSite:
+    """One experts module. ``argument`` stands at ``position`` (without self) of its class's ``forward``."""
+
+    layer_name: str
+    module: nn.Module
+    argument: str
+    position: int
+    num_experts: int
+
+
+class ExpertsHook:
+    """Forward pre-hook of an experts module. A copy of the model carries a no-op in its place."""
+
+    def __init__(self, counter: ExpertLoadCounter, argument: str, position: int) -> None:
+        self._counter = counter
+        self._argument = argument
+        self._position = position
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            if self._argument in kwargs:
+                return args, {**kwargs, self._argument: _tap(kwargs[self._argument])}
+            before, after = args[: self._position], args[self._position + 1 :]
+            return (*before, _tap(args[self._position]), *after), kwargs
+        if self._counter.is_open:
+            index = kwargs[self._argument] if self._argument in kwargs else args[self._position]
+            self._counter.seen(index)
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return no_op_hook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return no_op_reduction()
+
+
+def find_expert_sites(model: nn.Module) -> list[ExpertSite]:
+    """Every module whose class's ``forward`` takes the chosen experts, in the order of the model's modules."""
+    modules = dict(model.named_modules())
+    sites = []
+    for name, module in modules.items():
+        if type(module).__name__ in _UNSUPPORTED_CLASSES:
+            continue
+        parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+        argument = next((each for each in _INDEX_ARGUMENTS if each in parameters), None)
+        if argument is None:
+            continue
+        num_experts = _num_experts(modules, name, module)
+        if num_experts is not None:
+            sites.append(ExpertSite(name, module, argument, parameters.index(argument), num_experts))
+    return sites
+
+
+def _num_experts(modules: dict[str, nn.Module], name: str, module: nn.Module) -> int | None:
+    """From the live modules: the router's rows (under expert parallelism the experts module holds a share only)."""
+    counts = []
+    own = getattr(module, "num_experts", None)
+    if isinstance(own, int):
+        counts.append(own)
+    parent_name = name.rpartition(".")[0]
+    while parent_name and type(modules[parent_name]).__module__.startswith("peft."):
+        parent_name = parent_name.rpartition(".")[0]
+    parent = modules.get(parent_name)
+    for attribute in _ROUTER_ATTRIBUTES:
+        weight = getattr(getattr(parent, attribute, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2:
+            counts.append(weight.shape[0])
+    return max(counts, default=None)
+
+
+def moe_class_name(model: nn.Module) -> str | None:
+    """Class of a module that looks like experts or their router in a model whose config has experts; dense: ``None``."""
+    configs = [getattr(model, "config", None)]
+    configs += [getattr(configs[0], name, None) for name in ("text_config", "ffn_config")]
+    most = max((count for config in configs for field in _NUM_EXPERTS_FIELDS if (count := _int(config, field))), default=0)
+    if most <= 1:
+        return None
+    names = {type(module).__name__ for module in model.modules() if module is not model}
+    looks_like = sorted(name for name in names if _EXPERTS_CLASS.search(name) and "Decoder" not in name)
+    return next((name for name in looks_like if "Expert" in name), looks_like[0] if looks_like else type(model).__name__)
+
+
+def _int(config: Any, field: str) -> int | None:
+    value = getattr(config, field, None)
+    return value if isinstance(value, int) else None
+
+
+class ExpertLoadCounter:
+    """Counts between two calls of :meth:`take`. Padding, evaluation and recomputation stay outside.
+
+    ``attach`` sets the hooks; ``open_forward`` and ``close_forward`` belong to the forward window of the same model.
+    """
+
+    def __init__(self) -> None:
+        self._sites: list[ExpertSite] = []
+        self._handles: list[Any] = []
+        self._counts: Tensor | None = None  # (num_layers, most experts + 1), the last column takes padding
+        self._pending: list[Tensor] = []
+        self._pending_bytes = 0
+        self._num_seen = 0  # experts calls of the open forward
+        self._real: Tensor | None = None
+        self._num_expert_columns = 0
+        self._num_experts_per_tok: int | None = None
+        self._num_forwards = 0
+        self._num_complete = 0
+        self._odd_shape: str | None = None
+        self._unsupported: str | None = None
+        self.is_open = False
+
+    @property
+    def is_moe(self) -> bool:
+        """False for a dense model: no hooks, no rows."""
+        return bool(self._sites) or self._unsupported is not None
+
+    @property
+    def layer_names(self) -> list[str]:
+        return [site.layer_name for site in self._sites]
+
+    @property
+    def num_hooks(self) -> int:
+        return len(self._handles)
+
+    def attach(self, model: nn.Module) -> None:
+        self.detach()
+        self._counts = None
+        self._unsupported = None
+        self._reset()
+        self._sites = find_expert_sites(model)
+        if not self._sites:
+            self._unsupported = moe_class_name(model)
+            return
+        self._num_expert_columns = max(site.num_experts for site in self._sites)
+        self._handles = [
+            site.module.register_forward_pre_hook(ExpertsHook(self, site.argument, site.position), with_kwargs=True)
+            for site in self._sites
+        ]
+
+    def detach(self) -> None:
+        self.close_window()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def open_forward(self, forward: TrainingForward) -> None:
+        global _open_counter
+        if not self._handles:
+            return
+        self._real = forward.real_tokens
+        self._pending, self._pending_bytes, self._num_seen = [], 0, 0
+        self.is_open = True
+        _open_counter = self
+
+    def seen(self, index: Tensor) -> None:
+        """An experts module was given ``index``, (tokens, experts per token)."""
+        self._pending.append(index.detach())
+        self._pending_bytes += index.numel() * 8
+        if self._pending_bytes > _MAX_PENDING_BYTES:
+            self._count_pending()
+
+    def close_window(self) -> None:
+        """Close without counting (the forward was broken off, or the hooks go)."""
+        global _open_counter
+        self.is_open = False
+        self._pending, self._pending_bytes, self._real = [], 0, None
+        if _open_counter is self:
+            _open_counter = None
+
+    def close_forward(self) -> None:
+        """Count the forward that ends. Called under ``no_grad``."""
+        if not self.is_open:
+            return
+        try:
+            self._count_pending()
+            self._num_forwards += 1
+            self._num_complete += self._num_seen == len(self._sites)
+        finally:
+            self.close_window()
+
+    def _count_pending(self) -> None:
+        indices, first = self._pending, self._num_seen
+        self._pending, self._pending_bytes = [], 0
+        self._num_seen += len(indices)
+        if not indices or self._num_seen > len(self._sites):
+            return  # more calls than modules: the order no longer tells the layer; close_forward sees the mismatch
+        with torch.no_grad():
+            if all(index.shape == indices[0].shape for index in indices):
+                self._scatter(first, torch.stack(indices))
+            else:
+                for offset, index in enumerate(indices):
+                    self._scatter(first + offset, index[None])
+
+    def _scatter(self, first: int, index: Tensor) -> None:
+        """Add (layers, ..., experts per token) indices to the rows from ``first`` on."""
+        num_layers, top_k = index.shape[0], index.shape[-1]
+        index = index.long().reshape(num_layers, -1, top_k)
+        columns = self._num_expert_columns
+        counted = (index >= 0) & (index < columns)
+        if self._real is not None:
+            if self._real.numel() == index.shape[1]:
+                counted = counted & self._real.reshape(1, -1, 1)
+            else:
+                self._odd_shape = (
+                    f"the experts were given {index.shape[1]} rows for a batch of {self._real.numel()} positions, "
+                    "so padding is counted"
+                )
+        self._num_experts_per_tok = top_k
+        if self._counts is None:
+            self._counts = torch.zeros(len(self._sites), columns + 1, dtype=torch.long, device=index.device)
+        rows = torch.arange(first, first + num_layers, device=index.device).reshape(-1, 1, 1)
+        flat = (torch.where(counted, index, columns) + rows * (columns + 1)).reshape(-1)
+        one = torch.ones(1, dtype=torch.long, device=index.device)
+        self._counts.reshape(-1).scatter_add_(0, flat, one.expand(flat.shape[0]))
+
+    def take(self, global_step: int, *, num_non_padding_tokens: int | None = None) -> ExpertLoad | None:
+        """The load since the last call; reads the device. ``None``: dense model, or no training forward since then.
+
+        ``num_non_padding_tokens``: counted independently over the same forwards, to check the sums against.
+        """
+        if self._unsupported is not None:
+            return self._not_recorded(
+                global_step, f"{self._unsupported} does not show which experts it chose ({' or '.join(_INDEX_ARGUMENTS)})"
+            )
+        if not self._sites:
+            return None
+        if self._num_forwards == 0:
+            return None
+        if self._counts is None or self._num_complete == 0:
+            reason = (
+                f"{self._num_forwards} training forwards, and no complete pass over the {len(self._sites)} experts modules "
+                f"({type(self._sites[0].module).__name__}) was seen: compiled before the callback attached, a CUDA graph, "
+                "or a replaced kernel"
+            )
+            self._reset()
+            return self._not_recorded(global_step, reason)
+        counts: list[list[int]] = self._counts.tolist()
+        tokens = [row[: site.num_experts] for row, site in zip(counts, self._sites, strict=True)]
+        status, reason = self._judgement(tokens, num_non_padding_tokens)
+        self._reset()
+        return ExpertLoad(
+            global_step=global_step,
+            layer_names=self.layer_names,
+            tokens_per_expert=tokens,
+            num_experts_per_tok=self._num_experts_per_tok,
+            status=status,
+            reason=reason,
+        )
+
+    def _judgement(self, tokens: list[list[int]], num_non_padding_tokens: int | None) -> tuple[ExpertStatus, str | None]:
+        if self._num_complete < self._num_forwards:
+            missed = self._num_forwards - self._num_complete
+            return "partial", f"{missed} of {self._num_forwards} training forwards did not call every experts module once"
+        if self._odd_shape is not None:
+            return "partial", self._odd_shape
+        if num_non_padding_tokens is not None and self._num_experts_per_tok is not None:
+            expected = num_non_padding_tokens * self._num_experts_per_tok
+            wrong = [site.layer_name for site, row in zip(self._sites, tokens, strict=True) if sum(row) != expected]
+            if wrong:
+                return "partial", f"{len(wrong)} layers do not sum to tokens x top-k = {expected}, the first is {wrong[0]}"
+        return "recorded", None
+
+    def _not_recorded(self, global_step: int, reason: str) -> ExpertLoad:
+        return ExpertLoad(global_step=global_step, status="not_recorded", reason=reason)
+
+    def _reset(self) -> None:
+        if self._counts is not None:
+            self._counts.zero_()
+        self._num_forwards = self._num_complete = 0
+        self._odd_shape = None

@@ -1,0 +1,151 @@
+"""The training forwards of a model, seen from its outermost module: opens before each one, closes after it.
+
+Everything that is counted per micro-batch hangs on this window. It opens only for a forward in training mode with
+gradients on, so evaluation, ``generate`` and second passes under ``no_grad`` stay outside; and what gradient
+checkpointing computes again runs in the backward, when the window is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class TrainingForward:
+    """The keyword arguments of one training forward, read without touching them."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+
+    def tensor(self, name: str) -> Tensor | None:
+        value = self.arguments.get(name)
+        return value if isinstance(value, Tensor) else None
+
+    @cached_property
+    def batch_shape(self) -> tuple[int, int] | None:
+        """(rows, padded length) of the tokens, or ``None`` for a model that is not given tokens."""
+        ids = self.tensor("input_ids")
+        if ids is None:
+            embeddings = self.tensor("inputs_embeds")
+            ids = embeddings[..., 0] if embeddings is not None and embeddings.dim() == 3 else None
+        if ids is None or ids.dim() != 2:
+            return None
+        return (ids.shape[0], ids.shape[1])
+
+    @cached_property
+    def sequence_starts(self) -> Tensor | None:
+        """(rows, length) bool: where a packed sequence begins. ``None`` unless positions are given without a mask.
+
+        A position 0 that is not followed by a 1 is padding (TRL fills up flattened batches with zeros).
+        """
+        positions = self._packed_positions
+        if positions is None:
+            return None
+        followed_by_one = torch.zeros_like(positions, dtype=torch.bool)
+        followed_by_one[:, :-1] = positions[:, 1:] == 1
+        return (positions == 0) & followed_by_one
+
+    @cached_property
+    def real_tokens(self) -> Tensor | None:
+        """(rows, length) bool, true where a token is no padding. ``None``: nothing says that any token is padding."""
+        mask = self.tensor("attention_mask")
+        if mask is not None:
+            # A mask of four dimensions says who attends to whom, not what is padding.
+            return mask != 0 if mask.dim() == 2 and tuple(mask.shape) == self.batch_shape else None
+        starts = self.sequence_starts
+        positions = self._packed_positions
+        return None if starts is None or positions is None else (positions != 0) | starts
+
+    @property
+    def packed_positions(self) -> Tensor | None:
+        """(rows, length) positions within each packed sequence."""
+        return self._packed_positions
+
+    @cached_property
+    def _packed_positions(self) -> Tensor | None:
+        positions = self.tensor("position_ids")
+        if positions is None or self.arguments.get("attention_mask") is not None:
+            return None
+        return positions if tuple(positions.shape) == self.batch_shape else None
+
+
+class _RootHook:
+    """Base of the hooks on the outermost module. A copy of the model carries a no-op in its place."""
+
+    def __init__(self, window: ForwardWindow) -> None:
+        self._window = window
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return no_op_hook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return no_op_reduction()
+
+
+class _OpenHook(_RootHook):
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._window._before(module, args, kwargs)
+
+
+class _CloseHook(_RootHook):
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._window._after()
+
+
+def no_op_reduction() -> tuple[Any, ...]:
+    """How a hook is pickled: as a method of the standard library that takes anything and returns None.
+
+    So a model saved whole while it trains can be loaded where this package is not installed.
+    """
+    return (getattr, (contextlib.nullcontext(), "__exit__"))
+
+
+def no_op_hook() -> Any:
+    return contextlib.nullcontext().__exit__
+
+
+class ForwardWindow:
+    """``on_open(forward)`` before and ``on_close()`` after each training forward of ``model``; both must not raise."""
+
+    def __init__(self, on_open: Callable[[TrainingForward], None], on_close: Callable[[], None]) -> None:
+        self._on_open = on_open
+        self._on_close = on_close
+        self._handles: list[Any] = []
+        self.is_open = False
+
+    def attach(self, model: nn.Module) -> None:
+        self.detach()
+        self._handles = [
+            model.register_forward_pre_hook(_OpenHook(self), with_kwargs=True),
+            model.register_forward_hook(_CloseHook(self), always_call=True),
+        ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.is_open = False
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        arguments = dict(kwargs)
+        if args and "input_ids" not in arguments:
+            arguments["input_ids"] = args[0]
+        self.is_open = True
+        with torch.no_grad():
+            self._on_open(TrainingForward(arguments))
+
+    def _after(self) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        with torch.no_grad():
+            self._on_close()

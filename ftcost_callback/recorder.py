@@ -1,0 +1,291 @@
+"""Where the wall time of a run goes. Pure bookkeeping on an injected clock; knows no Trainer, no tensor, no file.
+
+One mark moves through the session. Every interval between two marks goes to exactly one bucket, so the buckets sum to
+the wall time by construction:
+
+    start .. [data wait .. step] .. step .. pause(log) .. pause(eval) .. pause(save) .. step ... close
+
+A step lasts from the mark before it (the previous step's end, or the end of the pause after it) to its own end: the
+Trainer fetches the batches of a step *before* it says that the step begins, so begin-to-end would lose the data wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ftcost_callback.projection import StepMoments
+from ftcost_callback.records import PauseKind, TokenCounts
+
+BUCKETS: Final = (
+    "train_seconds",
+    "eval_seconds",
+    "save_seconds",
+    "log_seconds",
+    "startup_seconds",
+    "other_seconds",
+)
+_KEPT_PAUSES: Final = 32  # of each kind, for the projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What the run took so far, over its sessions. The six buckets sum to ``wall_seconds``."""
+
+    train_seconds: float = 0.0  # of which data_wait_seconds
+    eval_seconds: float = 0.0
+    save_seconds: float = 0.0
+    log_seconds: float = 0.0
+    startup_seconds: float = 0.0
+    other_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    wasted_seconds: float = 0.0  # steps that an earlier session had done already, part of train_seconds
+    num_steps: int = 0  # executed, repeated ones included
+    num_tokens: int | None = 0  # None once a step did not show it
+    num_non_padding_tokens: int | None = 0
+    num_supervised_tokens: int | None = 0
+    num_samples: int | None = 0
+
+    @property
+    def wall_seconds(self) -> float:
+        """Sum of the six buckets."""
+        return float(sum(getattr(self, bucket) for bucket in BUCKETS))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Bucket -> seconds."""
+        return {bucket: getattr(self, bucket) for bucket in BUCKETS}
+
+    def plus(self, **amounts: float) -> Totals:
+        """With ``amounts`` added to the named fields."""
+        return dataclasses.replace(self, **{name: getattr(self, name) + amount for name, amount in amounts.items()})
+
+    def plus_tokens(self, counts: TokenCounts) -> Totals:
+        """With one step's tokens; a count that a step does not show is unknown from there on."""
+        return dataclasses.replace(
+            self, **{name: _sum(getattr(self, name), getattr(counts, name)) for name in TOKEN_FIELDS}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain mapping, for the ledger; unknown counts are left out."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Totals:
+        """Inverse of :meth:`to_dict`. Unknown fields are ignored; a token count that is missing is unknown."""
+        values: dict[str, Any] = {}
+        for each in dataclasses.fields(cls):
+            value = fields.get(each.name)
+            if value is not None:
+                values[each.name] = value
+            elif each.name in TOKEN_FIELDS:
+                values[each.name] = None
+        return cls(**values)
+
+
+TOKEN_FIELDS: Final = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "num_samples")
+
+
+def _sum(first: int | None, second: int | None) -> int | None:
+    return None if first is None or second is None else first + second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """One optimizer step. ``elapsed_seconds``: wall time of the run over all its sessions, at the step's end."""
+
+    global_step: int
+    step_seconds: float
+    data_wait_seconds: float
+    tokens: TokenCounts
+    elapsed_seconds: float
+    repeated: bool
+    is_warm_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAggregate:
+    """Sums over some steps, warm-up left out. Rates are ``None`` when nothing was measured."""
+
+    num_steps: int = 0
+    step_seconds_sum: float = 0.0
+    data_wait_seconds_sum: float = 0.0
+    num_tokens: int | None = 0
+    num_non_padding_tokens: int | None = 0
+    num_supervised_tokens: int | None = 0
+    num_samples: int | None = 0
+    sum_squared_sequence_tokens: float | None = 0.0
+    longest_sequence_tokens: int | None = None
+
+    def plus(self, timing: StepTiming) -> StepAggregate:
+        tokens = timing.tokens
+        squares = tokens.sum_squared_sequence_tokens
+        lengths = [each for each in (self.longest_sequence_tokens, tokens.longest_sequence_tokens) if each is not None]
+        return StepAggregate(
+            num_steps=self.num_steps + 1,
+            step_seconds_sum=self.step_seconds_sum + timing.step_seconds,
+            data_wait_seconds_sum=self.data_wait_seconds_sum + timing.data_wait_seconds,
+            num_tokens=_sum(self.num_tokens, tokens.num_tokens),
+            num_non_padding_tokens=_sum(self.num_non_padding_tokens, tokens.num_non_padding_tokens),
+            num_supervised_tokens=_sum(self.num_supervised_tokens, tokens.num_supervised_tokens),
+            num_samples=_sum(self.num_samples, tokens.num_samples),
+            sum_squared_sequence_tokens=(
+                None
+                if squares is None or self.sum_squared_sequence_tokens is None
+                else self.sum_squared_sequence_tokens + squares
+            ),
+            longest_sequence_tokens=max(lengths, default=None),
+        )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean seconds of a step."""
+        return self.step_seconds_sum / self.num_steps if self.num_steps else None
+
+    @property
+    def data_wait_seconds(self) -> float | None:
+        """Mean seconds a step waited for its batches."""
+        return self.data_wait_seconds_sum / self.num_steps if self.num_steps else None
+
+    @property
+    def data_wait_fraction(self) -> float | None:
+        """Share of the step time, in [0, 1]."""
+        return self.data_wait_seconds_sum / self.step_seconds_sum if self.step_seconds_sum > 0 else None
+
+    def per_second(self, count: int | None) -> float | None:
+        """``count`` (one of this aggregate's) over the seconds of its steps, pauses left out."""
+        if count is None or not self.num_steps or self.step_seconds_sum <= 0:
+            return None
+        return count / self.step_seconds_sum
+
+    def per_step(self, count: int | None) -> float | None:
+        return count / self.num_steps if count is not None and self.num_steps else None
+
+
+class StepRecorder:
+    """Attributes a session's time to buckets, and keeps what speed and projection need, flat in memory.
+
+    ``clock`` returns seconds on any monotonic axis. ``window_steps``: steps kept for "recent". ``skip_first_steps``:
+    optimizer steps of this session left out of every rate (compilation, caches, workers); they stay in the bill.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, window_steps: int = 50, skip_first_steps: int = 1) -> None:
+        self._clock = clock
+        self._skip_first_steps = skip_first_steps
+        self._recent: deque[tuple[float, int | None]] = deque(maxlen=max(1, window_steps))
+        self._pauses: dict[PauseKind, deque[tuple[int, float]]] = {}
+        self._mark: float | None = None
+        self._furthest_step = 0
+        self._num_session_steps = 0
+        self.totals = Totals()
+        self.session = StepAggregate()  # this session, warm-up left out
+        self.moments = StepMoments()
+        self.first_step_seconds: float | None = None
+        self._report = StepAggregate()
+
+    def start(self, *, startup_seconds: float = 0.0, earlier: Totals | None = None, furthest_step: int = 0) -> None:
+        """Begin a session. ``earlier``: totals of the sessions before it; ``furthest_step``: the last one they did."""
+        self.totals = (earlier or Totals()).plus(startup_seconds=max(0.0, startup_seconds))
+        self._furthest_step = furthest_step
+        self._mark = self._clock()
+
+    @property
+    def mark(self) -> float:
+        """Clock time up to which everything is in a bucket."""
+        if self._mark is None:
+            raise RuntimeError("StepRecorder.start was not called")
+        return self._mark
+
+    def data_wait(self, since: float | None = None) -> float:
+        """Seconds from ``since`` (default: the mark) to now. Call when the step's batches have arrived."""
+        return max(0.0, self._clock() - (self.mark if since is None else since))
+
+    def step(
+        self,
+        global_step: int,
+        *,
+        data_wait_seconds: float = 0.0,
+        tokens: TokenCounts | None = None,
+        ended_at: float | None = None,
+    ) -> StepTiming:
+        """One optimizer step ends now, or ended at ``ended_at`` (clock time, when a device tells later)."""
+        counts = tokens if tokens is not None else TokenCounts()
+        seconds = self._advance(ended_at)
+        data_wait = min(max(0.0, data_wait_seconds), seconds)
+        repeated = global_step <= self._furthest_step
+        self.totals = self.totals.plus(
+            train_seconds=seconds,
+            data_wait_seconds=data_wait,
+            wasted_seconds=seconds if repeated else 0.0,
+            num_steps=1,
+        ).plus_tokens(counts)
+        self._num_session_steps += 1
+        if self.first_step_seconds is None:
+            self.first_step_seconds = seconds
+        timing = StepTiming(
+            global_step=global_step,
+            step_seconds=seconds,
+            data_wait_seconds=data_wait,
+            tokens=counts,
+            elapsed_seconds=self.totals.wall_seconds,
+            repeated=repeated,
+            is_warm_up=self._num_session_steps <= self._skip_first_steps,
+        )
+        if not timing.is_warm_up:
+            self._recent.append((seconds, counts.num_tokens))
+            self.session = self.session.plus(timing)
+            self.moments = self.moments.add(seconds, counts.num_tokens)
+            self._report = self._report.plus(timing)
+        return timing
+
+    def pause(self, kind: PauseKind, *, global_step: int = 0, ended_at: float | None = None) -> float:
+        """What passed since the mark was a pause of this kind. Returns its seconds."""
+        seconds = self._advance(ended_at)
+        self.totals = self.totals.plus(**{f"{kind}_seconds": seconds})
+        kept = self._pauses.setdefault(kind, deque(maxlen=_KEPT_PAUSES))
+        if kept and kept[-1][0] == global_step:
+            # Several evaluation sets at one step are one pause of the plan.
+            kept[-1] = (global_step, kept[-1][1] + seconds)
+        else:
+            kept.append((global_step, seconds))
+        return seconds
+
+    def close(self) -> float:
+        """The session ends: what is left goes to ``other``. Returns its seconds."""
+        seconds = self._advance(None)
+        self.totals = self.totals.plus(other_seconds=seconds)
+        return seconds
+
+    def take_report(self) -> StepAggregate:
+        """The steps since the last call, warm-up left out."""
+        report, self._report = self._report, StepAggregate()
+        return report
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Wall time of the run over all its sessions, now."""
+        return self.totals.wall_seconds + max(0.0, self._clock() - self.mark)
+
+    @property
+    def recent_step_seconds(self) -> tuple[float, ...]:
+        """The last ``window_steps`` measured steps, oldest first."""
+        return tuple(seconds for seconds, _ in self._recent)
+
+    @property
+    def recent_num_tokens(self) -> tuple[int, ...]:
+        """Tokens of the same steps; empty when one did not show them."""
+        tokens = tuple(count for _, count in self._recent if count is not None)
+        return tokens if len(tokens) == len(self._recent) else ()
+
+    def pause_seconds(self, kind: PauseKind) -> tuple[float, ...]:
+        """The last pauses of this kind in this session, oldest first."""
+        return tuple(seconds for _, seconds in self._pauses.get(kind, ()))
+
+    def _advance(self, to: float | None) -> float:
+        now = self._clock() if to is None else to
+        seconds = max(0.0, now - self.mark)
+        self._mark = self.mark + seconds
+        return seconds

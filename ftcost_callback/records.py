@@ -1,0 +1,273 @@
+"""The rows of a run record (``run.jsonl``) and what travels between recorder, projection and sinks.
+
+Frozen records of plain numbers. A value that was not measured is ``None`` here and absent in the file (``to_row``).
+``metrics.py`` says what each figure is called in trackers; ``docs/run_record.md`` describes the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal
+
+SCHEMA_VERSION: Final = 1
+
+PauseKind = Literal["eval", "save", "log", "other"]
+ExpertStatus = Literal["recorded", "partial", "not_recorded"]
+
+
+def _plain(value: Any) -> Any:
+    """JSON-ready copy without nan or infinity: those count as not measured."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: plain for key, item in value.items() if (plain := _plain(item)) is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the run record."""
+
+    TYPE: ClassVar[str] = ""
+
+    def to_row(self) -> dict[str, Any]:
+        """``{"type": ..., field: value, ...}`` without the fields that were not measured."""
+        row: dict[str, Any] = {"type": self.TYPE}
+        for each in dataclasses.fields(self):
+            value = _plain(getattr(self, each.name))
+            if value is not None:
+                row[each.name] = value
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session(Row):
+    """One process that trains this run. The first row of each session."""
+
+    TYPE: ClassVar[str] = "session"
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    session_index: int
+    resumed_from_step: int | None = None
+    started_at: str  # ISO 8601, UTC: when the bill of this session starts
+    startup_seconds: float | None = None  # from started_at to the first training event
+    # What the run had spent before this session, by the ledger of the checkpoint it resumed from.
+    earlier_seconds: dict[str, float] | None = None  # bucket -> seconds over earlier sessions
+    earlier_tokens: dict[str, int] | None = None  # num_tokens, num_non_padding_tokens, num_supervised_tokens
+    max_steps: int | None = None
+    job: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None  # num_params, num_active_params, num_trainable_params, class, ...
+    device: dict[str, Any] | None = None  # name, uuid, peak_flops_per_second, peak_source, ...
+    price: dict[str, Any] | None = None
+    budget: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+    notes: list[str] | None = None  # what is not measured in this run, and why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(Row):
+    """The estimate the run is held against: ``before`` the first step, then on the ``tokens_seen``."""
+
+    TYPE: ClassVar[str] = "prediction"
+
+    basis: Literal["before", "tokens_seen"]
+    global_step: int = 0
+    estimate: dict[str, Any]
+
+    def to_row(self) -> dict[str, Any]:
+        row = {"type": self.TYPE, "basis": self.basis, "global_step": self.global_step}
+        return row | {key: _plain(value) for key, value in self.estimate.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounts:
+    """Tokens of one optimizer step. ``None``: this trainer does not show them."""
+
+    num_tokens: int | None = None  # computed, padding included
+    num_non_padding_tokens: int | None = None
+    num_supervised_tokens: int | None = None  # positions that enter the loss
+    num_samples: int | None = None
+    longest_sequence_tokens: int | None = None
+    sum_squared_sequence_tokens: float | None = None  # sum over samples of the padded length squared, for attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """NVML, as a time-weighted mean over one window."""
+
+    busy_fraction: float | None = None  # share of time some kernel ran (NVML utilization.gpu)
+    sm_active_fraction: float | None = None  # GPM, where the card has it
+    tensor_active_fraction: float | None = None
+    dram_active_fraction: float | None = None
+    memory_used_bytes: int | None = None  # the device's, all processes
+    power_watts: float | None = None
+    energy_joules: float | None = None
+    energy_source: str | None = None  # "counter" or "integrated_power"
+    throttle_reasons: int | None = None  # bit mask, OR over the window
+    num_samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Row):
+    """One optimizer step, end to end: data wait inside, pauses outside."""
+
+    TYPE: ClassVar[str] = "step"
+
+    global_step: int
+    session_index: int
+    step_seconds: float
+    data_wait_seconds: float | None = None
+    num_micro_batches: int | None = None
+    num_tokens: int | None = None
+    num_non_padding_tokens: int | None = None
+    num_supervised_tokens: int | None = None
+    num_samples: int | None = None
+    longest_sequence_tokens: int | None = None
+    forward_backward_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    repeated: bool | None = None  # true: this global_step had been done before the resume (waste)
+    busy_fraction: float | None = None
+    sm_active_fraction: float | None = None
+    memory_used_bytes: int | None = None
+    power_watts: float | None = None
+    energy_joules: float | None = None
+    throttle_reasons: int | None = None
+    peak_allocated_bytes: int | None = None  # torch, over the training steps so far
+    peak_reserved_bytes: int | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    elapsed_seconds: float | None = None  # wall time of the run over all sessions, at this row
+    spent_usd: float | None = None
+    projected_total_usd: float | None = None
+    projected_total_usd_low: float | None = None
+    projected_total_usd_high: float | None = None
+    projected_total_seconds: float | None = None
+    projected_total_seconds_low: float | None = None
+    projected_total_seconds_high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Row):
+    """Time between steps that is billed but does not train."""
+
+    TYPE: ClassVar[str] = "pause"
+
+    kind: PauseKind
+    global_step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad(Row):
+    """Non-padding training tokens routed to each expert since the last such row. No row for a dense model."""
+
+    TYPE: ClassVar[str] = "expert_load"
+
+    global_step: int
+    layer_names: list[str] = field(default_factory=list)
+    tokens_per_expert: list[list[int]] = field(default_factory=list)  # (num_layers, num_experts)
+    num_experts_per_tok: int | None = None
+    status: ExpertStatus = "recorded"
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget(Row):
+    """A threshold that was crossed: written once for each threshold."""
+
+    TYPE: ClassVar[str] = "budget"
+
+    threshold: str  # "50 %", "80 %", "100 %", "projected"
+    kind: Literal["usd", "hours"]
+    limit: float
+    spent: float
+    projected: float | None = None
+    global_step: int
+    action: Literal["warned", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary(Row):
+    """Totals of the run over all its sessions. The buckets sum to ``wall_seconds``."""
+
+    TYPE: ClassVar[str] = "summary"
+
+    global_step: int
+    num_sessions: int
+    wall_seconds: float
+    train_seconds: float
+    data_wait_seconds: float
+    eval_seconds: float
+    save_seconds: float
+    log_seconds: float
+    startup_seconds: float
+    other_seconds: float
+    wasted_seconds: float | None = None  # repeated steps and the unsaved tail of crashed sessions, part of the above
+    num_steps: int | None = None
+    num_tokens: int | None = None
+    num_non_padding_tokens: int | None = None
+    num_supervised_tokens: int | None = None
+    spent_usd: float | None = None
+    step_seconds_mean: float | None = None  # warm-up left out
+    first_step_seconds: float | None = None
+    non_padding_tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    energy_joules: float | None = None
+    measured_over_predicted: dict[str, dict[str, float]] | None = None  # basis -> figure -> ratio
+    verdict: str | None = None  # one sentence
+    status: Literal["finished", "stopped_at_budget", "stopped"] = "finished"
+
+
+ROW_TYPES: Final = {kind.TYPE: kind for kind in (Session, Step, Pause, ExpertLoad, Budget, Summary)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Aggregate over the steps since the last report: what sinks are given. ``None``: not measured."""
+
+    global_step: int
+    max_steps: int | None = None
+    num_steps: int = 0
+    # speed (pauses left out)
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    non_padding_tokens_per_second: float | None = None
+    supervised_tokens_per_second: float | None = None
+    samples_per_second: float | None = None
+    data_wait_fraction: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    step_seconds_measured_over_predicted: float | None = None
+    # money and time (pauses and start-up inside)
+    spent_usd: float | None = None
+    projected_usd: float | None = None
+    projected_usd_low: float | None = None
+    projected_usd_high: float | None = None
+    predicted_usd: float | None = None
+    usd_per_million_supervised_tokens: float | None = None
+    elapsed_seconds: float | None = None
+    remaining_seconds: float | None = None
+    projected_total_seconds: float | None = None
+    eval_seconds: float | None = None
+    save_seconds: float | None = None
+    other_seconds: float | None = None
+    # GPU
+    busy_fraction: float | None = None
+    sm_active_fraction: float | None = None
+    memory_used_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    power_watts: float | None = None
+    peak_memory_measured_over_predicted: float | None = None
+    # experts
+    load_max_over_mean: float | None = None
+    load_cv: float | None = None
+    dead_expert_fraction: float | None = None
+    load_entropy: float | None = None
+    verdict: str | None = None

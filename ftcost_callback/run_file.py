@@ -1,0 +1,247 @@
+"""The run record (``<output_dir>/_ftcost/run.jsonl``) and the ledger in each checkpoint: write, read, resume.
+
+The record is append-only, one JSON object a line, each line handed to the operating system as it is written, so a
+killed process loses none. A new run in the same folder appends its rows under its own ``run_id``; readers take the last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from costmodel.errors import CostModelError
+from ftcost_callback.records import (
+    ROW_TYPES,
+    SCHEMA_VERSION,
+    Budget,
+    ExpertLoad,
+    Pause,
+    Prediction,
+    Row,
+    Session,
+    Step,
+    Summary,
+)
+from ftcost_callback.recorder import Totals
+
+FOLDER_NAME: Final = "_ftcost"  # the underscore keeps push_to_hub from publishing it
+FILE_NAME: Final = "run.jsonl"
+LEDGER_NAME: Final = "ftcost_ledger.json"
+
+_RowType = TypeVar("_RowType", bound=Row)
+
+
+def run_file_path(output_dir: str | os.PathLike[str]) -> Path:
+    return Path(output_dir) / FOLDER_NAME / FILE_NAME
+
+
+class RunFile:
+    """Appends rows. Raises ``OSError`` when the disk does."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        ends_inside_a_line = _ends_inside_a_line(self.path)
+        self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if ends_inside_a_line:
+            self._write(b"\n")  # the line that a kill cut off stays alone
+
+    def append(self, row: Row) -> None:
+        """Write one row, without buffering it in this process."""
+        self._write(json.dumps(row.to_row(), allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self, line: bytes) -> None:
+        if self._descriptor is None:
+            raise OSError(f"{self.path} is closed")
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What a run had taken when this checkpoint was written: enough to go on counting on another machine."""
+
+    run_id: str
+    session_index: int
+    global_step: int
+    totals: Totals
+    spent_usd: float | None = None
+    energy_joules: float | None = None
+    crossed_thresholds: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {name: value for name in _LEDGER_FIELDS if (value := getattr(self, name)) is not None}
+        return {"schema_version": SCHEMA_VERSION, **fields, "totals": self.totals.to_dict()}
+
+
+_LEDGER_FIELDS: Final = (
+    "run_id",
+    "session_index",
+    "global_step",
+    "spent_usd",
+    "energy_joules",
+    "crossed_thresholds",
+)
+
+
+def write_ledger(checkpoint_dir: str | os.PathLike[str], ledger: Ledger) -> None:
+    """Into the checkpoint's folder, whole or not at all."""
+    path = Path(checkpoint_dir) / LEDGER_NAME
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(ledger.to_dict(), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_ledger(checkpoint_dir: str | os.PathLike[str]) -> Ledger | None:
+    """``None``: no ledger there. Raises :class:`CostModelError` when it cannot be read."""
+    path = Path(checkpoint_dir) / LEDGER_NAME
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Ledger(
+            run_id=str(fields["run_id"]),
+            session_index=int(fields["session_index"]),
+            global_step=int(fields["global_step"]),
+            totals=Totals.from_dict(fields["totals"]),
+            spent_usd=fields.get("spent_usd"),
+            energy_joules=fields.get("energy_joules"),
+            crossed_thresholds=tuple(fields.get("crossed_thresholds", ())),
+        )
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CostModelError(f"{path} cannot be read as a ledger ({type(error).__name__}: {error})") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The rows of one run, in the order they were written. ``num_unread_lines``: cut off or of an unknown type."""
+
+    path: Path
+    run_id: str
+    sessions: list[Session] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
+    expert_loads: list[ExpertLoad] = field(default_factory=list)
+    budgets: list[Budget] = field(default_factory=list)
+    summaries: list[Summary] = field(default_factory=list)  # one for each session that ended in order
+    num_unread_lines: int = 0
+
+    @property
+    def summary(self) -> Summary | None:
+        """Totals over the run; ``None`` while it runs and after a kill."""
+        ended = self.summaries[-1] if self.summaries else None
+        return ended if ended is not None and ended.num_sessions == len(self.sessions) else None
+
+    @property
+    def last_step(self) -> int:
+        """The furthest optimizer step that any session did."""
+        return max((step.global_step for step in self.steps), default=0)
+
+
+def read_run(path: str | os.PathLike[str], *, run_id: str | None = None) -> RunRecord:
+    """The last run in a record (or the one named ``run_id``).
+
+    ``path``: the file, its ``_ftcost`` folder, or the ``output_dir`` above it. A line that was cut off, a row of an
+    unknown type and unknown fields are passed over. Raises :class:`CostModelError` for anything that is no run record.
+    """
+    file = _find_record(Path(path))
+    rows: list[Mapping[str, Any]] = []
+    num_unread_lines = 0
+    for row in _read_lines(file):
+        if row is None:
+            num_unread_lines += 1
+        else:
+            rows.append(row)
+    starts = [place for place, row in enumerate(rows) if row.get("type") == Session.TYPE and row.get("run_id")]
+    if not starts:
+        raise CostModelError(
+            f"{file} is no ftcost run record (it holds no session row); "
+            f"give the output_dir of a run, its {FOLDER_NAME} folder or {FILE_NAME}"
+        )
+    wanted = run_id if run_id is not None else str(rows[starts[-1]]["run_id"])
+    record = RunRecord(path=file, run_id=wanted)
+    inside = False
+    for row in rows:
+        if row.get("type") == Session.TYPE:
+            inside = row.get("run_id") == wanted
+        if inside and not _add(record, row):
+            num_unread_lines += 1
+    if not record.sessions:
+        known = ", ".join(sorted({str(rows[place]["run_id"]) for place in starts}))
+        raise CostModelError(f"{file} holds no run {wanted!r}; it holds {known}")
+    return dataclasses.replace(record, num_unread_lines=num_unread_lines)
+
+
+def _find_record(path: Path) -> Path:
+    for file in (path, path / FILE_NAME, path / FOLDER_NAME / FILE_NAME):
+        if file.is_file():
+            return file
+    raise CostModelError(
+        f"no run record at {path}; give the output_dir of a run, its {FOLDER_NAME} folder or {FILE_NAME}"
+    )
+
+
+def _read_lines(file: Path) -> Iterator[Mapping[str, Any] | None]:
+    with file.open("rb") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            yield row if isinstance(row, dict) and "type" in row else None
+
+
+def _add(record: RunRecord, row: Mapping[str, Any]) -> bool:
+    """Put a row into its list; false when its type is unknown or it lacks what its type needs."""
+    try:
+        kind = row["type"]
+        if kind == Prediction.TYPE:
+            estimate = {name: value for name, value in row.items() if name not in {"type", "basis", "global_step"}}
+            record.predictions.append(
+                Prediction(basis=row["basis"], global_step=row.get("global_step", 0), estimate=estimate)
+            )
+            return True
+        lists: dict[type[Row], list[Any]] = {
+            Session: record.sessions,
+            Step: record.steps,
+            Pause: record.pauses,
+            ExpertLoad: record.expert_loads,
+            Budget: record.budgets,
+            Summary: record.summaries,
+        }
+        row_type: type[Row] | None = ROW_TYPES.get(kind)
+        if row_type is None:
+            return False
+        lists[row_type].append(_from_row(row_type, row))
+    except (KeyError, TypeError):
+        return False
+    return True
+
+
+def _from_row(row_type: type[_RowType], row: Mapping[str, Any]) -> _RowType:
+    known = {each.name for each in dataclasses.fields(row_type)}
+    return row_type(**{name: value for name, value in row.items() if name in known})

@@ -1,0 +1,191 @@
+"""One readable line at each log, a line at the start, a block at the end. Plain text on stderr, without colour."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Final, TextIO
+
+from costmodel.units import GIB
+from ftcost_callback.records import Budget, Prediction, Session, Summary, Window
+
+PREFIX: Final = "ftcost: "
+
+
+class ConsoleSink:
+    """Writes to ``stream`` (default: stderr), above the Trainer's progress bar where there is one."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def open(self, session: Session, prediction: Prediction | None) -> None:
+        if session.resumed_from_step:
+            earlier = sum((session.earlier_seconds or {}).values())
+            self._write(f"resumed at step {session.resumed_from_step}, {duration(earlier)} spent before")
+        if prediction is not None:
+            self.prediction(prediction)
+        for note in session.notes or []:
+            self._write(note)
+
+    def prediction(self, prediction: Prediction) -> None:
+        self._write(prediction_line(prediction))
+
+    def log(self, window: Window, extra: Mapping[str, Any]) -> None:
+        line = window_line(window)
+        if line is not None:
+            self._write(line)
+
+    def alert(self, budget: Budget) -> None:
+        self._write(budget_line(budget))
+
+    def close(self, summary: Summary) -> None:
+        for line in summary_lines(summary):
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        stream = self._stream if self._stream is not None else sys.stderr
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if tqdm is not None and getattr(tqdm, "_instances", None):
+            tqdm.write(PREFIX + line, file=stream)
+        else:
+            stream.write(PREFIX + line + "\n")
+            stream.flush()
+
+
+def prediction_line(prediction: Prediction) -> str:
+    """What the run was predicted to take; says so where that is not known."""
+    answer = prediction.estimate
+    total, usd = answer.get("total_seconds"), answer.get("total_usd")
+    parts = []
+    if usd is not None:
+        parts.append(dollars(usd) + _band(answer.get("total_usd_low"), answer.get("total_usd_high"), dollars))
+    if total is not None:
+        parts.append(
+            duration(total) + _band(answer.get("total_seconds_low"), answer.get("total_seconds_high"), duration)
+        )
+    if answer.get("step_seconds") is not None:
+        parts.append(f"{_seconds(answer['step_seconds'])} a step")
+    memory = answer.get("memory") or {}
+    if memory.get("peak_device_bytes") is not None:
+        of = f" of {memory['capacity_bytes'] / GIB:.1f}" if memory.get("capacity_bytes") else ""
+        verdict = f" ({str(answer['verdict']).replace('_', ' ')})" if answer.get("verdict") else ""
+        parts.append(f"peak {memory['peak_device_bytes'] / GIB:.1f}{of} GiB{verdict}")
+    basis = "predicted" if prediction.basis == "before" else "predicted on the tokens seen"
+    return f"{basis}: {', '.join(parts) if parts else 'nothing (no GPU, model or lengths known)'}"
+
+
+def window_line(window: Window) -> str | None:
+    """Where the run is; ``None`` while there is nothing to say."""
+    parts = []
+    if window.spent_usd is not None:
+        spent = dollars(window.spent_usd)
+        if window.projected_usd is not None:
+            spent += f" of {dollars(window.projected_usd)}"
+            spent += _band(window.projected_usd_low, window.projected_usd_high, dollars)
+        parts.append(spent)
+    elif window.elapsed_seconds is not None:
+        spent = duration(window.elapsed_seconds)
+        if window.projected_total_seconds is not None:
+            spent += f" of {duration(window.projected_total_seconds)}"
+        parts.append(spent)
+    if window.remaining_seconds is not None:
+        parts.append(f"{duration(window.remaining_seconds)} left")
+    rate = window.non_padding_tokens_per_second
+    if rate is None:
+        rate = window.tokens_per_second
+    if rate is not None:
+        parts.append(f"{rate:,.0f} tokens/s")
+    elif window.samples_per_second is not None:
+        parts.append(f"{window.samples_per_second:.3g} samples/s")
+    if window.mfu is not None:
+        parts.append(f"MFU {window.mfu:.1%}")
+    if window.data_wait_fraction is not None and window.data_wait_fraction >= 0.05:
+        parts.append(f"{window.data_wait_fraction:.0%} waiting for data")
+    if window.step_seconds_measured_over_predicted is not None:
+        parts.append(f"step {window.step_seconds_measured_over_predicted:.2f}x predicted")
+    if not parts:
+        return None
+    of = f"/{window.max_steps}" if window.max_steps else ""
+    return f"step {window.global_step}{of}: {', '.join(parts)}"
+
+
+def budget_line(budget: Budget) -> str:
+    """Which threshold was crossed, where, and what happens."""
+    amount = dollars if budget.kind == "usd" else _hours
+    line = f"budget {amount(budget.limit)}: "
+    if budget.threshold == "projected" and budget.projected is not None:
+        line += f"the run is heading for {amount(budget.projected)}"
+    else:
+        line += f"{budget.threshold} used"
+    line += f" ({amount(budget.spent)} spent at step {budget.global_step})"
+    return line + ("; saving and stopping" if budget.action == "stopped" else "")
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """The end block: what it took, where the time went, and how that compares."""
+    bill = f"{dollars(summary.spent_usd)}, " if summary.spent_usd is not None else ""
+    sessions = f" in {summary.num_sessions} sessions" if summary.num_sessions > 1 else ""
+    lines = [
+        f"{summary.status.replace('_', ' ')} at step {summary.global_step}: {bill}{duration(summary.wall_seconds)}{sessions}"
+    ]
+    buckets = (
+        ("training", summary.train_seconds),
+        ("evaluating", summary.eval_seconds),
+        ("saving", summary.save_seconds),
+        ("logging", summary.log_seconds),
+        ("starting up", summary.startup_seconds),
+        ("other", summary.other_seconds),
+    )
+    shares = [f"{name} {duration(seconds)}" for name, seconds in buckets if seconds >= 0.01 * summary.wall_seconds > 0]
+    if summary.data_wait_seconds >= 0.01 * summary.wall_seconds > 0:
+        shares.append(f"of the training {duration(summary.data_wait_seconds)} waiting for data")
+    if summary.wasted_seconds:
+        shares.append(f"{duration(summary.wasted_seconds)} done twice or lost")
+    if shares:
+        lines.append(", ".join(shares))
+    facts = []
+    if summary.num_non_padding_tokens is not None:
+        facts.append(f"{summary.num_non_padding_tokens:,} tokens")
+    if summary.non_padding_tokens_per_second is not None:
+        facts.append(f"{summary.non_padding_tokens_per_second:,.0f} tokens/s")
+    if summary.mfu is not None:
+        facts.append(f"MFU {summary.mfu:.1%}")
+    if summary.peak_allocated_bytes is not None:
+        facts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB allocated")
+    if facts:
+        lines.append(", ".join(facts))
+    if summary.verdict:
+        lines.append(summary.verdict)
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """``0.42 s``, ``42 s``, ``3 min 20 s``, ``5 h 07 min``."""
+    if seconds < 10:
+        return _seconds(seconds)
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def dollars(usd: float) -> str:
+    """Cents from a dollar on, three digits below."""
+    if usd >= 1 or usd == 0:
+        return f"${usd:,.2f}"
+    return f"${usd:.3g}" if usd >= 1e-4 else f"${usd:.1e}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.3g} h"
+
+
+def _band(low: float | None, high: float | None, show: Any) -> str:
+    return "" if low is None or high is None else f" ({show(low)} to {show(high)})"

@@ -1,0 +1,134 @@
+"""Measured over predicted, and the sentence that names the term that is off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ftcost_callback.comparison import Comparison, Measured, compare
+
+ESTIMATE: dict[str, Any] = {
+    "step_seconds": 1.0,
+    "num_tokens_per_step": 4000.0,
+    "num_non_padding_tokens_per_step": 3000.0,
+    "tokens_per_second": 4000.0,
+    "non_padding_tokens_per_second": None,
+    "mfu": 0.4,
+    "memory": {"peak_allocated_bytes": 8 * 2**30, "peak_reserved_bytes": 10 * 2**30, "peak_device_bytes": 11 * 2**30},
+}
+
+
+def test_ratios_by_term_and_only_where_both_sides_know() -> None:
+    measured = Measured(
+        num_steps=20,
+        step_seconds=1.25,
+        data_wait_seconds=0.25,
+        num_tokens_per_step=4400.0,
+        tokens_per_second=3520.0,
+        non_padding_tokens_per_second=2000.0,
+        mfu=0.3,
+        peak_allocated_bytes=6 * 2**30,
+        peak_reserved_bytes=12 * 2**30,
+    )
+    assert compare(ESTIMATE, measured).ratios == pytest.approx(
+        {
+            "step_seconds": 1.25,
+            "step_seconds_without_data_wait": 1.0,
+            "num_tokens_per_step": 1.1,
+            "tokens_per_second": 0.88,
+            "mfu": 0.75,
+            "peak_allocated_bytes": 0.75,
+            "peak_reserved_bytes": 1.2,
+        }
+    )
+
+
+def test_nothing_predicted_and_nothing_measured() -> None:
+    assert compare(None, Measured()) == Comparison()
+    assert compare(ESTIMATE, Measured()) == Comparison()
+    assert compare({"step_seconds": 0.0, "memory": None}, Measured(step_seconds=1.0)).ratios == {}
+
+
+@pytest.mark.parametrize(
+    ("measured", "sentence"),
+    [
+        pytest.param(Measured(step_seconds=1.04), "step 1.04x the prediction: on plan", id="on-plan"),
+        pytest.param(
+            Measured(step_seconds=1.42, data_wait_seconds=0.426),
+            "step 1.42x the prediction: 30% of it is waiting for data; raise dataloader_num_workers",
+            id="data-wait",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.42, data_wait_seconds=0.426, dataloader_num_workers=2),
+            "step 1.42x the prediction: 30% of it is waiting for data; raise dataloader_num_workers (now 2) or prepare "
+            "the data before training",
+            id="data-wait-with-workers",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.5, num_tokens_per_step=5600.0),
+            "step 1.50x the prediction: steps hold 40% more tokens than expected; give the data set's real lengths, or "
+            "expect this cost",
+            id="more-tokens",
+        ),
+        pytest.param(
+            Measured(step_seconds=0.7, num_tokens_per_step=2800.0),
+            "step 0.70x the prediction: steps hold 30% fewer tokens than expected",
+            id="fewer-tokens",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.6, throttle_reasons=0x20 | 0x04, busy_fraction=1.0),
+            "step 1.60x the prediction: the GPU lowered its clocks for heat; check its cooling",
+            id="heat",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.6, throttle_reasons=0x04, busy_fraction=0.55),
+            "step 1.60x the prediction: the GPU idles 45% of the time waiting for the host; a larger "
+            "per_device_train_batch_size or torch_compile keeps it busy",
+            id="host-bound-before-power-cap",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.6, throttle_reasons=0x04, busy_fraction=0.99),
+            "step 1.60x the prediction: the GPU ran at its power cap; raise the limit (nvidia-smi -pl) or expect this "
+            "speed",
+            id="power-cap",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.6, load_max_over_mean=2.25),
+            "step 1.60x the prediction: the busiest expert gets 2.2x the average tokens; "
+            "experts_implementation='grouped_mm' suffers least from that",
+            id="uneven-experts",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.6),
+            "step 1.60x the prediction: training itself is slower than modelled; `ftcost calibrate` on this run makes "
+            "the next estimate closer",
+            id="unexplained",
+        ),
+        pytest.param(
+            Measured(step_seconds=0.5),
+            "step 0.50x the prediction: faster than modelled; `ftcost calibrate` on this run makes the next estimate "
+            "closer",
+            id="faster",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.0, peak_allocated_bytes=12 * 2**30),
+            "peak memory 1.50x the prediction, speed on plan; keep that much free before raising the batch size",
+            id="memory",
+        ),
+    ],
+)
+def test_the_sentence_names_the_largest_cause_and_a_way_out(measured: Measured, sentence: str) -> None:
+    assert compare(ESTIMATE, measured).verdict == sentence
+
+
+def test_without_a_prediction_a_slow_loader_is_still_named() -> None:
+    measured = Measured(step_seconds=0.11, data_wait_seconds=0.08)
+    assert compare(None, measured).verdict == "73% of each step is waiting for data; raise dataloader_num_workers"
+    assert compare(None, Measured(step_seconds=0.11, data_wait_seconds=0.001)).verdict is None
+
+
+def test_a_small_wait_is_not_blamed() -> None:
+    verdict = compare(ESTIMATE, Measured(step_seconds=1.5, data_wait_seconds=0.02)).verdict
+    assert verdict is not None
+    assert "waiting" not in verdict

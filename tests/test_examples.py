@@ -1,0 +1,115 @@
+"""The example as a user runs it: a process of its own, offline, then what it left behind is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "finetune_with_live_cost.py"
+USD_PER_GPU_HOUR = 2.5
+BUCKETS = ("train_seconds", "eval_seconds", "save_seconds", "log_seconds", "startup_seconds", "other_seconds")
+
+
+def run_example(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--usd-per-gpu-hour", str(USD_PER_GPU_HOUR)]
+        + ["--output-dir", str(output_dir), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=output_dir.parent,
+        env=os.environ | offline | {"HF_HOME": str(output_dir.parent / "hf_home")},
+    )
+
+
+def rows_of(output_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (output_dir / "_ftcost" / "run.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["type"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "trainer", "num_expert_layers"),
+    [("mixtral", "trainer", 4), ("qwen3_moe", "sft", 4), ("llama", "sft", 0)],
+)
+def test_example_estimates_trains_resumes_and_reports(
+    tmp_path: Path, architecture: str, trainer: str, num_expert_layers: int
+) -> None:
+    output_dir = tmp_path / "demo_output"
+    done = run_example(output_dir, "--architecture", architecture, "--trainer", trainer)
+    assert done.returncode == 0, done.stderr
+
+    first, second = rows_of(output_dir, "session")
+    assert first["run_id"] == second["run_id"]
+    assert (first["session_index"], second["session_index"]) == (0, 1)
+    assert second["resumed_from_step"] == 4
+    assert [row["global_step"] for row in rows_of(output_dir, "step")] == list(range(1, 9))
+    assert {row["kind"] for row in rows_of(output_dir, "pause")} >= {"eval", "save"}
+    assert {len(row["layer_names"]) for row in rows_of(output_dir, "expert_load")} == (
+        {num_expert_layers} if num_expert_layers else set()
+    )
+    assert rows_of(output_dir, "prediction")[0]["basis"] == "before"
+
+    summary = rows_of(output_dir, "summary")[-1]
+    assert (summary["num_sessions"], summary["num_steps"]) == (2, 8)
+    assert sum(summary[bucket] for bucket in BUCKETS) == pytest.approx(summary["wall_seconds"], rel=1e-6)
+    # The price is held to the second: no billing step, no machine larger than the one GPU.
+    assert summary["spent_usd"] == pytest.approx(summary["wall_seconds"] * USD_PER_GPU_HOUR / 3600, rel=1e-6)
+
+    assert f"${summary['spent_usd']:.4f}" in done.stdout
+    assert first["run_id"] in (output_dir / "report.html").read_text()
+    assert len(list(output_dir.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+
+
+@pytest.mark.slow
+def test_example_takes_a_model_folder_and_a_jsonl_file(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "</s>", "what", "does", "it", "cost"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(words), pad_token="<pad>", eos_token="</s>")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape))
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    texts = [" ".join(words[2 : 3 + number % 4]) for number in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    output_dir = tmp_path / "output"
+    done = run_example(
+        output_dir, "--model", "model", "--dataset", "train.jsonl", "--uninterrupted", "--max-steps", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["global_step"] for row in rows_of(output_dir, "step")] == [1, 2, 3]
+    assert rows_of(output_dir, "session")[0]["model"]["num_params"] == model.num_parameters()
+
+
+def word_tokenizer(words: list[str]) -> Any:
+    """One token a word, separated by blanks; ``</s>`` is split off as a special token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+@pytest.mark.slow
+def test_example_leaves_an_earlier_run_alone(tmp_path: Path) -> None:
+    record = tmp_path / "demo_output" / "_ftcost" / "run.jsonl"
+    record.parent.mkdir(parents=True)
+    record.write_text("an earlier run\n")
+    done = run_example(tmp_path / "demo_output")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "already holds a run" in done.stderr
+    assert record.read_text() == "an earlier run\n"
