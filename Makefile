@@ -61,7 +61,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 types: $(STAMP)
-	$(BIN)/mypy --strict costmodel ftcost_callback examples
+	$(BIN)/mypy --strict
 
 layers: $(STAMP)
 	$(BIN)/lint-imports

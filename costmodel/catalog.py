@@ -270,12 +270,17 @@ def find_price(
     )
 
 
-def price_age_days(price: Price, today: datetime.date) -> int | None:
-    """Days since the price was read; ``None`` where the source gives no full date."""
+def age_days(as_of: str, today: datetime.date) -> int | None:
+    """Days since ``as_of``; ``None`` where it is no full date (feeds also say "2026" or "2025-05")."""
     try:
-        return (today - datetime.date.fromisoformat(price.as_of)).days
+        return (today - datetime.date.fromisoformat(as_of)).days
     except ValueError:
         return None
+
+
+def price_age_days(price: Price, today: datetime.date) -> int | None:
+    """Days since the price was read; ``None`` where the source gives no full date."""
+    return age_days(price.as_of, today)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

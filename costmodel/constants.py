@@ -25,3 +25,102 @@ ALLOCATOR_OVERHEAD: Final[dict[str, float]] = {"lora": 0.05, "lora_checkpointed"
 # Positions whose logits exist at once: TRL 1.16 kernels/chunked_logprob.py; Liger's fused head sizes its chunks by
 # hidden/vocab, a few hundred to two thousand positions.
 LOSS_CHUNK_TOKENS: Final[dict[str, int]] = {"chunked": 2048, "fused": 1024}
+
+# --- step time --------------------------------------------------------------------------------------------------------
+# Five fitted constants and a few adopted ones. Fitted on 182 public measured rows (9 cards, 7 sources) with equal weight for
+# each class of job; the range is what leaving a source out moves them to. How to refit: docs/accuracy.md.
+
+# Share of a card's matmul ceiling that the large matrix products of a training step reach. Not fitted: a free fit runs to
+# its bound, that is, "ceiling" means what large products reach.
+GEMM_EFFICIENCY: Final = 0.95
+# Rows of a matrix product at which half the ceiling is reached: u(M) = M / (M + this). Insensitive.
+GEMM_HALF_ROWS: Final = 128.0
+# Attention kernels against large products.
+ATTENTION_EFFICIENCY: Final = 0.6
+# Share of the data-sheet bandwidth that streaming kernels reach (aiconfigurator 0.8; llm-analysis 0.9).
+BANDWIDTH_EFFICIENCY: Final = 0.8
+# Matmul ceiling over data-sheet peak where nobody measured it (A100 0.87, H100 0.80, B200 0.78 where somebody did).
+CEILING_OVER_PEAK: Final = 0.87
+# Cards that hold their matmul rate down to stay inside their power limit, TFLOP/s for each watt (A40, L40S, RTX PRO 6000),
+# by compute capability.
+CEILING_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {"8.6": 0.36e12, "8.9": 0.60e12, "12.0": 0.68e12}
+# GeForce cards of those generations are not held down: they reach their data-sheet rate.
+GEFORCE_CEILING_OVER_PEAK: Final = 1.02
+
+# Element-wise traffic: real bytes over bytes counted by hand from the eager operators. Fitted, +-20 % costs one point.
+ELEMENTWISE_FACTOR: Final = 1.47
+# Cache rule: tensors of w bytes reach DRAM with share w / (w + this * L2), and no less than the floor.
+L2_SHARE: Final = 0.3
+L2_FLOOR: Final = 0.25
+
+# Seconds Python and torch take to dispatch one operator. Fitted; 3.0e-6 to 3.4e-6 over all leave-outs.
+SECONDS_PER_OPERATOR: Final = 3.25e-6
+# Seconds of one call into a 4- or 8-bit linear (bitsandbytes, GPTQ; 2023-24). Fitted; 0.15e-3 to 0.23e-3.
+SECONDS_PER_QUANTIZED_CALL: Final = 0.18e-3
+# Seconds each expert of a Python loop waits for its index, each forward pass. Fitted; 0.6e-3 to 1.5e-3: a property of the
+# implementation (transformers 4).
+SECONDS_PER_EXPERT_VISIT: Final = 0.69e-3
+# Dequantisation, seconds for each weight and pass on a card of 2,039 GB/s; scales with bandwidth. NF4 adopted (kernel
+# tables give 2.1 to 3.0), GPTQ fitted on one source (auto-gptq, 2023).
+DEQUANTISATION_SECONDS_PER_WEIGHT: Final[dict[str, float]] = {
+    "nf4": 2.5e-12,
+    "fp4": 2.5e-12,
+    "int8": 2.5e-12,
+    "gptq-int4": 12e-12,
+    "awq-int4": 12e-12,
+    "mxfp4": 2.5e-12,
+    "fp8": 1.5e-12,
+}
+DEQUANTISATION_REFERENCE_BANDWIDTH: Final = 2.039e12  # bytes a second, A100 SXM 80 GB
+
+# Bytes moved for each trained element by one optimizer step: (16-bit parameters, fp32 parameters). foreach makes 26 passes
+# over a tensor; a fused kernel reads and writes each once.
+OPTIMIZER_BYTES_FOREACH: Final = (52.0, 104.0)
+OPTIMIZER_BYTES_FUSED: Final = (16.0, 28.0)
+# Bytes moved for each logit by the loss, forward and backward: stock loss, chunked head. Counted by hand.
+LOSS_BYTES_PER_LOGIT: Final[dict[str, float]] = {"stock": 44.0, "chunked": 30.0, "fused": 30.0}
+
+# Host time of other stacks over that of a plain Trainer loop. A new stack is between 1 and 2.5.
+HOST_FACTOR: Final[dict[str, float]] = {"litgpt": 1.56}
+HOST_FACTOR_DEEPSPEED_ZERO3: Final = 3.65
+# torch.compile: no measured run of ours; share of dispatched operators and of element-wise bytes that is assumed to remain.
+COMPILED_HOST_SHARE: Final = 0.3
+COMPILED_ELEMENTWISE_SHARE: Final = 0.6
+
+# --- from a step to a run ----------------------------------------------------------------------------------------------
+# Rules of thumb, named in the answer; a run's own measurements replace them.
+STARTUP_SECONDS: Final = 45.0  # imports, CUDA start, data set mapping
+LOAD_BYTES_PER_SECOND: Final = 1.0e9  # checkpoint from a local or network disk into the device
+SAVE_BYTES_PER_SECOND: Final = 0.8e9
+FIRST_STEP_FACTOR: Final = 5.0  # the first step against the others: kernel selection, allocator growth
+COMPILE_SECONDS: Final = 60.0
+
+# --- intervals ---------------------------------------------------------------------------------------------------------
+# Half widths of the 80 % interval, as a log ratio, by regime; from the errors with a whole source left out.
+STEP_INTERVAL: Final[dict[str, float]] = {
+    "device": 0.11,
+    "mixed": 0.17,
+    "host": 0.27,
+    "moe_device": 0.24,
+    "moe_mixed": 0.19,
+    "moe_host": 0.40,
+}
+UNMEASURED_CARD_FACTOR: Final = 1.4
+UNKNOWN_STACK_FACTOR: Final = 1.6
+# Cards that measured step times cover.
+MEASURED_CARDS: Final = frozenset(
+    {
+        "A40",
+        "A100-SXM4-40GB",
+        "A100-SXM4-80GB",
+        "H100 SXM",
+        "L40S",
+        "RTX 4090",
+        "RTX 5090",
+        "RTX 4070 Ti SUPER",
+        "RTX PRO 6000 Blackwell Workstation",
+    }
+)
+# Half widths of the memory interval, as a share of what torch reserves, by class of job.
+MEMORY_INTERVAL: Final[dict[str, float]] = {"lora": 0.06, "lora_checkpointed": 0.08, "full": 0.10}
+CUDA_CONTEXT_INTERVAL_BYTES: Final = (300 * MIB, 900 * MIB)

@@ -454,6 +454,15 @@ def peak_memory(model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: 
     )
 
 
+def peak_device_bytes(model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False) -> int:
+    """``peak_memory(...).peak_device_bytes`` alone, for searches."""
+    plan = _plan(model, job, is_padded)
+    allocated = plan.held.static_bytes + max(moment.total for moment in _moments(model, job, plan, batch))
+    if on_cpu:
+        return int(allocated)
+    return int((allocated + CUBLAS_WORKSPACE_BYTES) * (1 + ALLOCATOR_OVERHEAD[job_class(job)])) + CUDA_CONTEXT_BYTES
+
+
 def job_class(job: ResolvedJob) -> str:
     """The class of job that decides how much the caching allocator holds beyond what is allocated."""
     if not job.is_peft:

@@ -95,6 +95,14 @@ def _own_gpu_name(job: Job) -> str | None:
     return job.gpu.name if isinstance(job.gpu, GpuSpec) else find_gpu(job.gpu).name
 
 
+def _as_job_field(gpu: GpuSpec) -> str | GpuSpec:
+    """A catalogued product by its name, so that the answer's job stays readable."""
+    try:
+        return gpu.name if find_gpu(gpu.name) == gpu else gpu
+    except CostModelError:
+        return gpu
+
+
 def _priced_gpus(tiers: Sequence[str]) -> list[GpuSpec]:
     names = dict.fromkeys(price.gpu for price in list_prices() if price.tier in tiers)
     return [find_gpu(name) for name in names]
@@ -114,7 +122,7 @@ def _prices(gpu: GpuSpec, job: Job, tiers: Sequence[str]) -> list[Price]:
 
 def _candidate(job: Job, gpu: GpuSpec, terms: dict[str, Any], price: Price | None = None) -> Candidate:
     try:
-        answer = estimate(job.model_copy(update={"gpu": gpu, **terms}))
+        answer = estimate(job.model_copy(update={"gpu": _as_job_field(gpu), **terms}))
     except CostModelError as error:
         return Candidate(gpu.name, job.num_gpus, price, None, error=str(error))
     return Candidate(gpu.name, job.num_gpus, price or answer.price, answer)

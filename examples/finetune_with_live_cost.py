@@ -73,7 +73,10 @@ PAPER_JOB: dict[str, Any] = {
     "quantization": "nf4",
     "double_quant": True,
     "lora_r": 16,
+    "lora_alpha": 32,
     "lora_target_modules": ["w1", "w2", "w3", "gate"],
+    "bf16": True,
+    "dtype": "bfloat16",
     "per_device_train_batch_size": 4,
     "gradient_checkpointing": True,
     "attn_implementation": "flash_attention_2",
@@ -130,8 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         wandb_folder = Path(wandb_run.dir).parent
 
     print_heading("3. What it cost")
-    report = options.output_dir / "report.html"
-    write_report(run_file, report)
+    report = write_report([run_file], options.output_dir / "report.html")
     print_outcome(run_file)
     print(f"\nrun record  {run_file}\nW&B run     {wandb_folder}\nreport      {report}")
     return 0
@@ -249,6 +251,7 @@ def build_trainer(
         "save_strategy": "steps",
         "save_steps": -(-max_steps // 2),
         "logging_steps": 5,
+        "dataloader_pin_memory": torch.cuda.is_available(),
         "report_to": "wandb",
         "disable_tqdm": True,
         "seed": SEED,

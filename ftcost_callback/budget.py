@@ -22,7 +22,7 @@ class _Limit:
 
 
 class BudgetWatch:
-    """``budget_usd`` and ``budget_hours``, each optional. ``crossed``: thresholds of earlier sessions, not said again."""
+    """Limits, each optional. ``crossed``: thresholds that earlier sessions have said."""
 
     def __init__(
         self,
@@ -32,13 +32,14 @@ class BudgetWatch:
         stop_at_budget: bool = False,
         crossed: Iterable[str] = (),
     ) -> None:
-        self._limits = [
-            _Limit(kind, amount)
-            for kind, amount in (("usd", budget_usd), ("hours", budget_hours))
-            if amount is not None
-        ]  # type: ignore[arg-type]
+        limits = (
+            _Limit("usd", budget_usd) if budget_usd is not None else None,
+            _Limit("hours", budget_hours) if budget_hours is not None else None,
+        )
+        self._limits = [limit for limit in limits if limit is not None]
         self._stop_at_budget = stop_at_budget
-        self._crossed = set(crossed)
+        # A run that is resumed over its budget stops again.
+        self._crossed = {name for name in crossed if not (stop_at_budget and name.endswith(" 100 %"))}
 
     @property
     def crossed(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ class BudgetWatch:
         return rows
 
     def _is_new(self, limit: _Limit, name: str) -> bool:
-        key = f"{limit.kind} {name}"
+        key = f"{limit.kind} {limit.amount:g} {name}"  # a raised budget is watched anew
         if key in self._crossed:
             return False
         self._crossed.add(key)

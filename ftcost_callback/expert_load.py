@@ -1,9 +1,9 @@
 """Tokens routed to each expert of each layer, from the indices that the experts modules are really given.
 
-transformers calls ``experts(hidden_states, top_k_index, top_k_weights)`` in nearly every MoE family; a pre-hook on those
-modules sees the choice made, whatever the router returns (with a score bias the top-k of its logits is not the choice).
-Inside the forward the index tensor is only kept; all layers are counted together when the window closes: one stack, one
-scatter, no wait for the device.
+transformers calls ``experts(hidden_states, top_k_index, top_k_weights)`` in nearly every MoE family; a pre-hook on
+those modules sees the choice made, whatever the router returns (with a score bias the top-k of its logits is not the
+choice). Inside the forward the index tensor is only kept; all layers are counted together when the window closes: one
+stack, one scatter, no wait for the device.
 """
 
 from __future__ import annotations
@@ -116,15 +116,19 @@ def _num_experts(modules: dict[str, nn.Module], name: str, module: nn.Module) ->
 
 
 def moe_class_name(model: nn.Module) -> str | None:
-    """Class of a module that looks like experts or their router in a model whose config has experts; dense: ``None``."""
+    """Class of a module that looks like experts or a router, in a model whose config has experts; dense: ``None``."""
     configs = [getattr(model, "config", None)]
     configs += [getattr(configs[0], name, None) for name in ("text_config", "ffn_config")]
-    most = max((count for config in configs for field in _NUM_EXPERTS_FIELDS if (count := _int(config, field))), default=0)
+    most = max(
+        (count for config in configs for field in _NUM_EXPERTS_FIELDS if (count := _int(config, field))), default=0
+    )
     if most <= 1:
         return None
     names = {type(module).__name__ for module in model.modules() if module is not model}
     looks_like = sorted(name for name in names if _EXPERTS_CLASS.search(name) and "Decoder" not in name)
-    return next((name for name in looks_like if "Expert" in name), looks_like[0] if looks_like else type(model).__name__)
+    return next(
+        (name for name in looks_like if "Expert" in name), looks_like[0] if looks_like else type(model).__name__
+    )
 
 
 def _int(config: Any, field: str) -> int | None:
@@ -265,7 +269,8 @@ class ExpertLoadCounter:
         """
         if self._unsupported is not None:
             return self._not_recorded(
-                global_step, f"{self._unsupported} does not show which experts it chose ({' or '.join(_INDEX_ARGUMENTS)})"
+                global_step,
+                f"{self._unsupported} does not show which experts it chose ({' or '.join(_INDEX_ARGUMENTS)})",
             )
         if not self._sites:
             return None
@@ -273,15 +278,15 @@ class ExpertLoadCounter:
             return None
         if self._counts is None or self._num_complete == 0:
             reason = (
-                f"{self._num_forwards} training forwards, and no complete pass over the {len(self._sites)} experts modules "
-                f"({type(self._sites[0].module).__name__}) was seen: compiled before the callback attached, a CUDA graph, "
-                "or a replaced kernel"
+                f"{self._num_forwards} training forwards, and no complete pass over the {len(self._sites)} experts "
+                f"modules ({type(self._sites[0].module).__name__}) was seen: compiled before the callback attached, "
+                "a CUDA graph, or a replaced kernel"
             )
             self._reset()
             return self._not_recorded(global_step, reason)
         counts: list[list[int]] = self._counts.tolist()
         tokens = [row[: site.num_experts] for row, site in zip(counts, self._sites, strict=True)]
-        status, reason = self._judgement(tokens, num_non_padding_tokens)
+        status, doubt = self._judgement(tokens, num_non_padding_tokens)
         self._reset()
         return ExpertLoad(
             global_step=global_step,
@@ -289,20 +294,28 @@ class ExpertLoadCounter:
             tokens_per_expert=tokens,
             num_experts_per_tok=self._num_experts_per_tok,
             status=status,
-            reason=reason,
+            reason=doubt,
         )
 
-    def _judgement(self, tokens: list[list[int]], num_non_padding_tokens: int | None) -> tuple[ExpertStatus, str | None]:
+    def _judgement(
+        self, tokens: list[list[int]], num_non_padding_tokens: int | None
+    ) -> tuple[ExpertStatus, str | None]:
         if self._num_complete < self._num_forwards:
             missed = self._num_forwards - self._num_complete
-            return "partial", f"{missed} of {self._num_forwards} training forwards did not call every experts module once"
+            return (
+                "partial",
+                f"{missed} of {self._num_forwards} training forwards did not call every experts module once",
+            )
         if self._odd_shape is not None:
             return "partial", self._odd_shape
         if num_non_padding_tokens is not None and self._num_experts_per_tok is not None:
             expected = num_non_padding_tokens * self._num_experts_per_tok
             wrong = [site.layer_name for site, row in zip(self._sites, tokens, strict=True) if sum(row) != expected]
             if wrong:
-                return "partial", f"{len(wrong)} layers do not sum to tokens x top-k = {expected}, the first is {wrong[0]}"
+                return (
+                    "partial",
+                    f"{len(wrong)} layers do not sum to tokens x top-k = {expected}, the first is {wrong[0]}",
+                )
         return "recorded", None
 
     def _not_recorded(self, global_step: int, reason: str) -> ExpertLoad:

@@ -88,13 +88,13 @@ class _RootHook:
 
 
 class _OpenHook(_RootHook):
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._window._before(module, args, kwargs)
 
 
 class _CloseHook(_RootHook):
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._window._after()
 

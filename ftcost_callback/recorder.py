@@ -66,7 +66,11 @@ class Totals:
     def plus_tokens(self, counts: TokenCounts) -> Totals:
         """With one step's tokens; a count that a step does not show is unknown from there on."""
         return dataclasses.replace(
-            self, **{name: _sum(getattr(self, name), getattr(counts, name)) for name in TOKEN_FIELDS}
+            self,
+            num_tokens=_sum(self.num_tokens, counts.num_tokens),
+            num_non_padding_tokens=_sum(self.num_non_padding_tokens, counts.num_non_padding_tokens),
+            num_supervised_tokens=_sum(self.num_supervised_tokens, counts.num_supervised_tokens),
+            num_samples=_sum(self.num_samples, counts.num_samples),
         )
 
     def to_dict(self) -> dict[str, Any]:

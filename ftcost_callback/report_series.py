@@ -245,7 +245,8 @@ def totals(run: RunSeries) -> Totals:
         spent = run.summary_value("spent_usd") if run.summary_value("spent_usd") is not None else spent
     seconds["train"] = max(0.0, seconds["train"] - seconds["data_wait"])
     # Whatever no row accounts for is billed as well: it is "other", so that the buckets sum to the wall time.
-    seconds["other"] = max(0.0, wall - (sum(seconds.values()) - seconds["other"]))
+    rest = wall - (sum(seconds.values()) - seconds["other"])
+    seconds["other"] = rest if rest > 1e-9 * wall else 0.0  # below that it is rounding
     order = ("train", "data_wait", "eval", "save", "log", "startup", "other")
     finished = run.summary is not None and run.summary.get("status", "finished") == "finished"
     return Totals(wall, {name: seconds[name] for name in order}, wasted, spent, finished)
@@ -428,8 +429,6 @@ def running_median(points: Sequence[tuple[float, float]], max_points: int = MAX_
     ]
 
 
-def thin_rows(rows: Sequence[tuple[float, ...]], max_points: int = MAX_POINTS) -> list[tuple[float, ...]]:
-    """At most ``max_points`` whole rows, the last of each stretch: for a value and its band, which belong together."""
-    if len(rows) <= max_points:
-        return list(rows)
-    return [rows[end - 1] for _, end in _buckets(len(rows), max_points)]
+def stretch_ends(count: int, max_points: int = MAX_POINTS) -> list[int]:
+    """At most ``max_points`` places, the last of each stretch: for curves that belong together (a value, its band)."""
+    return [end - 1 for _, end in _buckets(count, max_points)] if count else []

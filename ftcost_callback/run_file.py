@@ -1,7 +1,8 @@
 """The run record (``<output_dir>/_ftcost/run.jsonl``) and the ledger in each checkpoint: write, read, resume.
 
 The record is append-only, one JSON object a line, each line handed to the operating system as it is written, so a
-killed process loses none. A new run in the same folder appends its rows under its own ``run_id``; readers take the last.
+killed process loses none. A new run in the same folder appends its rows under its own ``run_id``; readers take the
+last.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from costmodel.errors import CostModelError
+from ftcost_callback.recorder import BUCKETS, TOKEN_FIELDS, Totals
 from ftcost_callback.records import (
     ROW_TYPES,
     SCHEMA_VERSION,
@@ -26,8 +28,8 @@ from ftcost_callback.records import (
     Session,
     Step,
     Summary,
+    TokenCounts,
 )
-from ftcost_callback.recorder import Totals
 
 FOLDER_NAME: Final = "_ftcost"  # the underscore keeps push_to_hub from publishing it
 FILE_NAME: Final = "run.jsonl"
@@ -146,6 +148,8 @@ class RunRecord:
     expert_loads: list[ExpertLoad] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)  # one for each session that ended in order
+    totals: Totals = field(default_factory=Totals)  # summed over the rows; what a killed session left is inside
+    spent_usd: float | None = None  # at the last row that says
     num_unread_lines: int = 0
 
     @property
@@ -183,15 +187,53 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None) -> RunR
     wanted = run_id if run_id is not None else str(rows[starts[-1]]["run_id"])
     record = RunRecord(path=file, run_id=wanted)
     inside = False
+    totals = _RowTotals()
     for row in rows:
         if row.get("type") == Session.TYPE:
             inside = row.get("run_id") == wanted
-        if inside and not _add(record, row):
+        if not inside:
+            continue
+        if _add(record, row):
+            totals.add(row)
+        else:
             num_unread_lines += 1
     if not record.sessions:
         known = ", ".join(sorted({str(rows[place]["run_id"]) for place in starts}))
         raise CostModelError(f"{file} holds no run {wanted!r}; it holds {known}")
-    return dataclasses.replace(record, num_unread_lines=num_unread_lines)
+    return dataclasses.replace(
+        record, totals=totals.totals, spent_usd=totals.spent_usd, num_unread_lines=num_unread_lines
+    )
+
+
+class _RowTotals:
+    """Sums the rows of a run. A session begins from what its own row says the sessions before it had taken."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.spent_usd: float | None = None
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        kind = row["type"]
+        if kind == Session.TYPE:
+            if (earlier := row.get("earlier_seconds")) is not None:
+                tokens = row.get("earlier_tokens") or {}
+                known = {name: earlier.get(name, 0.0) for name in BUCKETS}
+                known |= {name: tokens.get(name) for name in TOKEN_FIELDS if name != "num_samples"}
+                self.totals = dataclasses.replace(self.totals, **known)
+            self.totals = self.totals.plus(startup_seconds=row.get("startup_seconds", 0.0))
+        elif kind == Step.TYPE:
+            seconds = row["step_seconds"]
+            self.totals = self.totals.plus(
+                train_seconds=seconds,
+                data_wait_seconds=row.get("data_wait_seconds", 0.0),
+                wasted_seconds=seconds if row.get("repeated") else 0.0,
+                num_steps=1,
+            ).plus_tokens(TokenCounts(**{name: row.get(name) for name in TOKEN_FIELDS}))
+            self.spent_usd = row.get("spent_usd", self.spent_usd)
+        elif kind == Pause.TYPE:
+            self.totals = self.totals.plus(**{f"{row['kind']}_seconds": row["seconds"]})
+        elif kind == Summary.TYPE:
+            self.spent_usd = row.get("spent_usd", self.spent_usd)
 
 
 def _find_record(path: Path) -> Path:

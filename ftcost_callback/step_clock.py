@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,7 @@ class CudaStepClock:
         import torch
 
         with torch.cuda.device(device):
-            return cls(lambda: torch.cuda.Event(enable_timing=True), clock)
+            return cls(functools.partial(torch.cuda.Event, enable_timing=True), clock)
 
     def mark(self) -> tuple[Any, float]:
         """The step ends here, in the stream's order."""
@@ -61,7 +62,7 @@ class CudaStepClock:
             event.synchronize()
         elif not event.query():
             return None
-        by_device = self._last_at + self._last_event.elapsed_time(event) / 1000
-        ended_at = min(max(by_device, issued_at, self._last_at), self._clock())
+        by_device = self._last_at + float(self._last_event.elapsed_time(event)) / 1000
+        ended_at: float = min(max(by_device, issued_at, self._last_at), self._clock())
         self._last_event, self._last_at = event, ended_at
         return ended_at

@@ -1,4 +1,4 @@
-"""Computed, non-padding and supervised tokens of each micro-batch, counted on the device and read when a row is written.
+"""Computed, non-padding and supervised tokens of each micro-batch: counted on the device, read when a row is written.
 
 Nothing here waits for a device: shapes are known on the host, and what depends on values (the mask, the labels) stays
 a tensor until :meth:`PendingTokens.read`.
@@ -38,7 +38,7 @@ def _base_model(model: Any) -> Any:
 
 
 class PendingTokens:
-    """The counts of one optimizer step. On a GPU they are on their way to the host; ``read`` waits for nothing on a CPU.
+    """The counts of one optimizer step. On a GPU they are on their way to the host.
 
     ``on_device``: int64 values by name, in a tensor on the batch's device. ``on_host``: what needs no device.
     """
@@ -69,7 +69,7 @@ class PendingTokens:
 
 
 class _MicroBatch:
-    """Counts of one forward: an int (known on the host), a 0-dim int64 tensor (on the device), or ``None`` (not shown)."""
+    """Counts of one forward: an int (known on the host), a 0-dim tensor (on the device), or ``None`` (not shown)."""
 
     __slots__ = ("longest", "non_padding", "samples", "squares", "supervised", "tokens")
 
@@ -171,8 +171,8 @@ class TokenCounter:
             else:
                 on_host[name] = max(values) if name == "longest_sequence_tokens" else sum(values)
         with torch.no_grad():
-            values = torch.stack(list(on_device.values())) if on_device else None
-        return PendingTokens(TokenCounts(**on_host), tuple(on_device), values)
+            stacked = torch.stack(list(on_device.values())) if on_device else None
+        return PendingTokens(TokenCounts(**on_host), tuple(on_device), stacked)
 
 
 def _combined_on_device(values: list[Any], *, largest: bool) -> Tensor:

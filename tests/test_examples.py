@@ -23,9 +23,9 @@ def run_example(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[st
         "WANDB_MODE": "offline",
         "WANDB_ERROR_REPORTING": "false",
     }
+    command = [sys.executable, str(SCRIPT), "--quick", "--output-dir", str(output_dir)]
     return subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--usd-per-gpu-hour", str(USD_PER_GPU_HOUR)]
-        + ["--output-dir", str(output_dir), *flags],
+        [*command, "--usd-per-gpu-hour", str(USD_PER_GPU_HOUR), *flags],
         capture_output=True,
         text=True,
         check=False,

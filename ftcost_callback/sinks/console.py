@@ -125,9 +125,8 @@ def summary_lines(summary: Summary) -> list[str]:
     """The end block: what it took, where the time went, and how that compares."""
     bill = f"{dollars(summary.spent_usd)}, " if summary.spent_usd is not None else ""
     sessions = f" in {summary.num_sessions} sessions" if summary.num_sessions > 1 else ""
-    lines = [
-        f"{summary.status.replace('_', ' ')} at step {summary.global_step}: {bill}{duration(summary.wall_seconds)}{sessions}"
-    ]
+    status = summary.status.replace("_", " ")
+    lines = [f"{status} at step {summary.global_step}: {bill}{duration(summary.wall_seconds)}{sessions}"]
     buckets = (
         ("training", summary.train_seconds),
         ("evaluating", summary.eval_seconds),

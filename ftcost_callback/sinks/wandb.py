@@ -1,14 +1,16 @@
 """Weights & Biases: rows into the run that is open. Never opens, closes or renames one.
 
-Rows carry ``train/global_step`` and go through ``run.log`` without ``step=`` and without ``commit=``: beside transformers'
-own ``WandbCallback`` that is the only way in which every row is kept and stands at its own step. Only scalars, histograms,
-config, summary and alerts are sent: they are queued, while tables and artifacts wait for the server.
+Rows carry ``train/global_step`` and go through ``run.log`` without ``step=`` and without ``commit=``: beside
+transformers' own ``WandbCallback`` that is the only way in which every row is kept and stands at its own step. Only
+scalars, histograms, config, summary and alerts are sent: they are queued; tables and artifacts wait for the server.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final
@@ -40,6 +42,7 @@ class WandbSink:
         self._config: dict[str, Any] = {}
         self._alerted: set[tuple[str, str]] = set()
         self._said_absent = False
+        self._run_id: str | None = None
 
     def open(self, session: Session, prediction: Prediction | None) -> None:
         self._config = {
@@ -54,8 +57,11 @@ class WandbSink:
         }
         if prediction is not None:
             self._config["prediction"] = prediction.estimate
-        if self._find_run() is not None:
-            self._send_config()
+        if session.run_id != self._run_id:
+            self._run_id = session.run_id
+            self._alerted.clear()
+        self._run = None
+        self._find_run()
 
     def prediction(self, prediction: Prediction) -> None:
         self._config["prediction" if prediction.basis == "before" else "prediction_on_tokens_seen"] = (
@@ -67,6 +73,7 @@ class WandbSink:
     def log(self, window: Window, extra: Mapping[str, Any]) -> None:
         run = self._find_run()
         if run is None:
+            self._say_absent()
             return
         row: dict[str, Any] = dict(window_metrics(window, self._detail))
         if self._detail == "full":
@@ -96,22 +103,16 @@ class WandbSink:
 
     def _find_run(self) -> Any:
         """The open run, greeted with axis and config when it is a new one."""
-        try:
-            import wandb
-        except ImportError:
-            self._say_absent("wandb is not installed (pip install 'ftcost[wandb]')")
-            return None
-        run = wandb.run
-        if run is None:
-            self._say_absent("no W&B run is open (report_to=['wandb'] or wandb.init() opens one)")
-            self._run = None
-            return None
-        if run is not self._run:
-            self._run = run
-            # The axis that WandbCallback gives all keys, for ours alone: without it the chart's x would be the row number.
+        # Who opened a run has imported wandb; importing it here would cost a second for nothing.
+        wandb = sys.modules.get("wandb")
+        run = getattr(wandb, "run", None)
+        if run is not None and run is not self._run:
+            # The axis that WandbCallback gives every key, for ours alone; without it x would be the row's number.
             run.define_metric(STEP_KEY)
             run.define_metric(f"{PREFIX}*", step_metric=STEP_KEY)
+            self._run = run
             self._send_config()
+        self._run = run
         return run
 
     def _send_config(self) -> None:
@@ -119,10 +120,17 @@ class WandbSink:
         if values and self._run is not None:
             self._run.config.update({_CONFIG_KEY: values}, allow_val_change=True)
 
-    def _say_absent(self, reason: str) -> None:
-        if not self._said_absent:
-            self._said_absent = True
-            _log.info("ftcost: nothing goes to W&B: %s", reason)
+    def _say_absent(self) -> None:
+        if self._said_absent:
+            return
+        self._said_absent = True
+        installed = importlib.util.find_spec("wandb") is not None
+        reason = (
+            "no run is open (report_to=['wandb'] or wandb.init() opens one)"
+            if installed
+            else "it is not installed (pip install 'ftcost[wandb]')"
+        )
+        _log.info("ftcost: nothing goes to Weights & Biases: %s", reason)
 
 
 def _histograms(load: Any) -> dict[str, Any]:

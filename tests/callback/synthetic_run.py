@@ -109,7 +109,7 @@ def moe_prediction(total_seconds: float = 7000.0, basis: str = "before", step: i
         "num_non_padding_tokens_per_step": 2790.0,
         "tokens_per_second": 3300.0 / (total_seconds / MOE_STEPS * 0.93),
         "non_padding_tokens_per_second": 2790.0 / (total_seconds / MOE_STEPS * 0.93),
-        "mfu": 0.21,
+        "mfu": 0.087,
         "num_steps": MOE_STEPS,
         "total_seconds": total_seconds,
         "total_seconds_low": total_seconds * (1 - spread),

@@ -1,0 +1,686 @@
+"""The pre-flight commands: ``estimate``, ``compare``, ``gpus``, ``models``, ``prices``.
+
+Data goes to stdout, messages to stderr. Exit codes: 0 fits or tight, 1 internal error, 2 wrong input (one line on
+stderr, nothing on stdout), 3 does not fit, 4 over ``--budget-usd`` or ``--deadline-hours``. Every field of
+:class:`costmodel.specs.Job` is a flag; the flags are generated from its fields.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import json
+import os
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal, Optional, TextIO, Union
+
+import typer
+
+from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
+from costmodel.specs import GpuSpec, Job, Lengths
+from costmodel.units import GIB, GIGA, SECONDS_PER_HOUR, TERA
+
+FITS, INTERNAL_ERROR, WRONG_INPUT, DOES_NOT_FIT, OVER_LIMIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+app = typer.Typer(
+    name="ftcost",
+    help="What an LLM fine-tuning run will cost: memory, hours, dollars. No GPU, no network.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+# --- flags from the fields of a job -----------------------------------------------------------------------------------
+
+_SHORT_FORMS: Final[dict[str, tuple[str, ...]]] = {
+    "model": ("-m",),
+    "gpu": ("-g",),
+    "per_device_train_batch_size": ("-b",),
+    "max_length": ("--seq-len",),
+    "gradient_accumulation_steps": ("--accum",),
+    "num_train_epochs": ("--epochs",),
+    "num_samples": ("--samples",),
+    "dtype": ("--torch-dtype",),
+}
+
+_HELP: Final[dict[str, str]] = {
+    "schema_version": "Version of the job's format.",
+    "model": "Catalogue id, path to a config.json or its folder, JSON config, or hub id.",
+    "model_overrides": "Config fields to change, as JSON.",
+    "gpu": "One product by any of its names (see: ftcost gpus).",
+    "num_gpus": "GPUs of one data-parallel run.",
+    "method": "What is trained.",
+    "quantization": "How the base is stored.",
+    "double_quant": "Quantise the scales of a 4-bit base too.",
+    "prepare_model_for_kbit_training": "peft's fp32 upcast of everything unquantised.",
+    "lora_r": "Rank of the adapters.",
+    "lora_target_modules": "Names separated by commas, a regex, or all-linear.",
+    "lora_target_parameters": "Fused parameters that get adapters, separated by commas.",
+    "lora_modules_to_save": "Modules trained in full, separated by commas.",
+    "dtype": "What the weights are loaded in.",
+    "bf16": "Autocast to bfloat16.",
+    "fp16": "Autocast to float16.",
+    "per_device_train_batch_size": "Samples per GPU and micro-step.",
+    "gradient_accumulation_steps": "Micro-steps per optimizer step.",
+    "gradient_checkpointing": "Recompute activations in the backward pass.",
+    "gradient_checkpointing_kwargs": "As JSON.",
+    "experts_implementation": "How the experts of a layer are computed.",
+    "optim": "transformers' name of the optimizer.",
+    "max_length": "Longest sequence in tokens; longer samples are cut.",
+    "padding": "To the longest sample of the batch, or to max_length.",
+    "lengths": "79:4000,174:9000 or mean:187,max:1470 or fixed:1024 or dataset:math_14k or file:PATH or values:12,80.",
+    "supervised_fraction": "Share of the tokens that enters the loss.",
+    "num_samples": "Samples of the training set.",
+    "num_train_epochs": "Passes over the training set.",
+    "max_steps": "Optimizer steps, in place of epochs.",
+    "framework": "Decides defaults and kernels.",
+    "framework_version": "For example 4.40 or 5.24.",
+    "usd_per_gpu_hour": "What you pay for one GPU for one hour.",
+    "cloud": "Take the dated price of this cloud (see: ftcost prices).",
+    "tier": "Kind of price.",
+}
+
+_NULL_WORDS: Final = frozenset({"none", "null"})
+
+
+def _leaf_types(annotation: Any) -> set[Any]:
+    """``str | tuple[str, ...] | None`` -> ``{str, tuple, NoneType}``; literals by their values."""
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*(_leaf_types(part) for part in typing.get_args(annotation)))
+    if typing.get_origin(annotation) is Literal:
+        return set(typing.get_args(annotation))
+    return {typing.get_origin(annotation) or annotation}
+
+
+def _metavar(leaves: set[Any]) -> str:
+    literals = [leaf for leaf in leaves if not isinstance(leaf, type)]
+    if literals:
+        return "|".join(sorted(map(str, literals)))
+    if float in leaves:
+        return "NUMBER"
+    if int in leaves:
+        return "INTEGER"
+    if leaves & {tuple, list}:
+        return "A,B,..."
+    return "JSON" if leaves <= {dict, types.NoneType} else "TEXT"
+
+
+def _job_parameters() -> list[inspect.Parameter]:
+    """One keyword parameter, and so one flag, for each field of a job. ``None`` means "not given"."""
+    parameters = []
+    for name, field in Job.model_fields.items():
+        leaves = _leaf_types(field.annotation)
+        flag = name.replace("_", "-")
+        panel = {"rich_help_panel": "Job", "help": _HELP.get(name, "")}
+        annotation: Any
+        if bool in leaves:
+            annotation = Annotated[Optional[bool], typer.Option(f"--{flag}/--no-{flag}", show_default=False, **panel)]
+        else:
+            option = typer.Option(
+                f"--{flag}", *_SHORT_FORMS.get(name, ()), metavar=_metavar(leaves), show_default=False, **panel
+            )
+            annotation = Annotated[Optional[str], option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return parameters
+
+
+def with_job_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``command(..., **flags)`` a flag for each field of a job, after its own parameters."""
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    parameters = own + _job_parameters()
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def job_fields_from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that were given on the command line, in the types a :class:`Job` reads. Not validated yet."""
+    fields: dict[str, Any] = {}
+    for name, value in flags.items():
+        if value is not None:
+            leaves = _leaf_types(Job.model_fields[name].annotation)
+            fields[name] = _field_from_text(name, value, leaves) if isinstance(value, str) else value
+    return fields
+
+
+def _field_from_text(name: str, text: str, leaves: set[Any]) -> Any:
+    text = text.strip()
+    if types.NoneType in leaves and text.lower() in _NULL_WORDS:
+        return None
+    if Lengths in leaves:
+        return lengths_from_text(text)
+    if dict in leaves or GpuSpec in leaves:
+        if text.startswith("{") or leaves <= {dict, types.NoneType}:
+            return _parse_json(text, f"--{name.replace('_', '-')}")
+        return text
+    if tuple in leaves:
+        # peft takes a string as a regex over module paths; a plain name on the command line is a list of one.
+        if str in leaves and (text == "all-linear" or any(character in text for character in "*+?()[]|\\^$")):
+            return text
+        return tuple(part for part in (part.strip() for part in text.split(",")) if part)
+    if str not in leaves:
+        return _number_or_text(text)
+    return text
+
+
+def _number_or_text(text: str) -> int | float | str:
+    """A number where it is one; other text goes on to the job, whose message names the field."""
+    for kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            continue
+    return text
+
+
+def lengths_from_text(text: str) -> dict[str, Any]:
+    """``"79:4000,174:9000"``, ``"mean:187,max:1470"``, ``"fixed:1024"`` ... -> the job's ``lengths`` mapping."""
+    if text.startswith("{"):
+        return dict(_parse_json(text, "--lengths"))
+    usage = (
+        "use 79:4000,174:9000 (tokens:samples), mean:187,max:1470, fixed:1024, values:12,80, dataset:math_14k or file:PATH"
+    )
+    kind, colon, rest = text.partition(":")
+    if colon and kind in ("dataset", "file"):
+        return {kind: rest}
+    if colon and kind == "values":
+        return {"values": [_number_or_text(part.strip()) for part in rest.split(",")]}
+    pairs = [pair.partition(":") for pair in text.split(",") if pair.strip()]
+    if not pairs or not all(colon and value.strip() for _, colon, value in pairs):
+        raise CostModelError(f"--lengths {text!r} is not understood; {usage}")
+    named = {key.strip(): _number_or_text(value.strip()) for key, _, value in pairs}
+    if set(named) <= {"fixed", "mean", "max"}:
+        return named
+    if all(key.isdigit() for key in named):
+        if len(named) < len(pairs):
+            raise CostModelError(f"--lengths {text!r} gives one length twice; {usage}")
+        return {"histogram": {int(key): count for key, count in named.items()}}
+    raise CostModelError(f"--lengths {text!r} is not understood; {usage}")
+
+
+def _described_gpu(
+    name: str | None, memory_gib: float | None, bandwidth_gb_per_second: float | None, bf16_tflops: float | None
+) -> dict[str, Any] | None:
+    """A GPU the catalogue does not have, from the three figures an estimate needs; ``None`` if none was given."""
+    given = (memory_gib, bandwidth_gb_per_second, bf16_tflops)
+    if all(value is None for value in given):
+        return None
+    if memory_gib is None or bandwidth_gb_per_second is None or bf16_tflops is None:
+        raise CostModelError(
+            "describing a GPU takes all of --gpu-memory-gib, --gpu-bandwidth-gb-per-second and --gpu-bf16-tflops"
+        )
+    return {
+        "name": name or "described GPU",
+        "memory_bytes": round(memory_gib * GIB),
+        "memory_bandwidth_bytes_per_second": bandwidth_gb_per_second * GIGA,
+        "peak_bf16_flops_per_second": bf16_tflops * TERA,
+        "peak_fp16_flops_per_second": bf16_tflops * TERA,
+        "source": "described by the user",
+    }
+
+
+# --- job files --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a number")
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CostModelError(f"{where} is not valid JSON: {error}") from None
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise CostModelError(f"no such file: {path}") from None
+    except IsADirectoryError:
+        raise CostModelError(f"{path} is a folder; give a job file (.json, .yaml or .jsonl)") from None
+    except UnicodeDecodeError:
+        raise CostModelError(f"{path} is not a text file in UTF-8") from None
+    except OSError as error:
+        raise CostModelError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def read_job_file(path: str) -> dict[str, Any]:
+    """The fields of a ``.json`` or ``.yaml`` job file, not validated yet. Raises :class:`CostModelError`."""
+    text = _read_text(path)
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in (".yaml", ".yml"):
+        job = _parse_yaml(text, path)
+    elif suffix in (".json", ""):
+        job = _parse_json(text, path)
+    else:
+        raise CostModelError(f"{path}: a job file is .json, .yaml or .jsonl, not {suffix}")
+    return _as_job_mapping(job, path)
+
+
+def _as_job_mapping(job: Any, where: str) -> dict[str, Any]:
+    if isinstance(job, dict) and all(isinstance(name, str) for name in job):
+        return job
+    kind = "field names that are not text" if isinstance(job, dict) else type(job).__name__
+    raise CostModelError(f"{where} must hold one job, a mapping of field names to values; it holds {kind}")
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    import yaml
+
+    try:
+        job = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CostModelError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    if isinstance(job, dict):
+        # YAML 1.1 reads a bare `no` as false.
+        for name in ("eval_strategy", "save_strategy"):
+            if job.get(name) is False:
+                job[name] = "no"
+    return job
+
+
+# --- estimate ---------------------------------------------------------------------------------------------------------
+
+
+def _field_name(flag: str) -> str:
+    """Lets people type TrainingArguments' own spelling: ``--per_device_train_batch_size``."""
+    return flag.replace("_", "-")
+
+
+_COMMAND_SETTINGS: Final = {"token_normalize_func": _field_name, "help_option_names": ["--help", "-h"]}
+
+_File = Annotated[
+    Optional[str], typer.Argument(metavar="[FILE]", help="Job file: .json, .yaml, .jsonl (a job a line), or - for stdin.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")]
+_Markdown = Annotated[bool, typer.Option("--markdown", help="As Markdown.")]
+_GpuMemory = Annotated[
+    Optional[float], typer.Option("--gpu-memory-gib", help="Describe a GPU that is not in the catalogue.", min=0.1)
+]
+_GpuBandwidth = Annotated[Optional[float], typer.Option("--gpu-bandwidth-gb-per-second", help="Of its memory.", min=1)]
+_GpuPeak = Annotated[Optional[float], typer.Option("--gpu-bf16-tflops", help="Its dense bf16 peak.", min=0.01)]
+
+
+@app.command("estimate", context_settings=_COMMAND_SETTINGS)
+@with_job_flags
+def estimate_command(
+    file: _File = None,
+    as_json: _Json = False,
+    markdown: _Markdown = False,
+    budget_usd: Annotated[
+        Optional[float], typer.Option("--budget-usd", help="Exit code 4 if the run costs more.", min=0)
+    ] = None,
+    deadline_hours: Annotated[
+        Optional[float], typer.Option("--deadline-hours", help="Exit code 4 if the run takes longer.", min=0)
+    ] = None,
+    gpu_memory_gib: _GpuMemory = None,
+    gpu_bandwidth_gb_per_second: _GpuBandwidth = None,
+    gpu_bf16_tflops: _GpuPeak = None,
+    **flags: Any,
+) -> int:
+    """Will it fit, how long will it take, what will it cost? Flags override the file."""
+    fields = job_fields_from_flags(flags)
+    gpu = _described_gpu(fields.get("gpu"), gpu_memory_gib, gpu_bandwidth_gb_per_second, gpu_bf16_tflops)
+    if gpu is not None:
+        fields["gpu"] = gpu
+    if file is not None and (file == "-" or file.lower().endswith(".jsonl")):
+        if budget_usd is not None or deadline_hours is not None or markdown:
+            raise CostModelError("--budget-usd, --deadline-hours and --markdown go with a single job")
+        return _estimate_lines(file, fields)
+    job = {**(read_job_file(file) if file is not None else {}), **fields}
+    if not job:
+        raise CostModelError("give a job file, or describe the job with flags: --model, --gpu, ... (see --help)")
+
+    from costmodel import report
+    from costmodel.estimation import estimate
+
+    answer = estimate(job).to_dict()
+    excess = _over_limits(answer, budget_usd, deadline_hours)
+    if as_json:
+        print(report.to_json(answer))
+    elif markdown:
+        print(report.to_markdown(answer, today=_today()), end="")
+    else:
+        report.print_estimate(answer, sys.stdout, today=_today())
+    if answer["verdict"] == "does_not_fit":
+        _say(report.does_not_fit_sentence(answer))
+        return DOES_NOT_FIT
+    for sentence in excess:
+        _say(sentence)
+    return OVER_LIMIT if excess else FITS
+
+
+def _today() -> datetime.date:
+    return datetime.date.today()
+
+
+def _say(message: str) -> None:
+    print(f"ftcost: {message}", file=sys.stderr)
+
+
+def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_hours: float | None) -> list[str]:
+    """A sentence for each limit that the point estimate passes. An unknown total cannot be held against one."""
+    from costmodel.report import format_seconds, format_usd
+
+    excess = []
+    if budget_usd is not None:
+        usd = answer["total_usd"]
+        if usd is None:
+            raise CostModelError(
+                "--budget-usd needs a total in dollars: give a price, the lengths, and num_samples or max_steps"
+            )
+        if usd > budget_usd:
+            excess.append(f"over budget: {format_usd(usd)} of {format_usd(budget_usd)}")
+    if deadline_hours is not None:
+        seconds = answer["total_seconds"]
+        if seconds is None:
+            raise CostModelError("--deadline-hours needs a total: give the lengths, and num_samples or max_steps")
+        limit = deadline_hours * SECONDS_PER_HOUR
+        if seconds > limit:
+            excess.append(f"over the deadline: {format_seconds(seconds)} of {format_seconds(limit)}")
+    return excess
+
+
+def _estimate_lines(path: str, fields: Mapping[str, Any]) -> int:
+    """One JSON answer for each job, in order; ``{"error": ...}`` in the place of one that is wrong. Blank lines: none."""
+    from costmodel.estimation import estimate
+    from costmodel.report import to_json
+
+    num_wrong, had_internal_error = 0, False
+    lines: Iterable[str] = sys.stdin if path == "-" else _read_text(path).splitlines()
+    for number, line in _numbered(lines):
+        try:
+            job = _as_job_mapping(_parse_json(line, f"line {number}"), f"line {number}")
+            text = to_json(estimate({**job, **fields}).to_dict(), indent=None)
+        except CostModelError as error:
+            num_wrong += 1
+            text = to_json({"error": str(error), "line": number}, indent=None)
+        except Exception as error:  # a bug here must not cost the other answers
+            had_internal_error = True
+            text = to_json({"error": f"internal error: {error!r}", "line": number}, indent=None)
+        sys.stdout.write(text + "\n")
+    if num_wrong:
+        _say(f"{num_wrong} line{'s are' if num_wrong > 1 else ' is'} not a job: see \"error\" in the answers")
+    return INTERNAL_ERROR if had_internal_error else FITS
+
+
+def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    try:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+    except UnicodeDecodeError:
+        raise CostModelError("the input is not text in UTF-8") from None
+
+
+# --- compare and the catalogue ----------------------------------------------------------------------------------------
+
+
+@app.command("compare", context_settings=_COMMAND_SETTINGS)
+@with_job_flags
+def compare_command(
+    file: _File = None,
+    gpus: Annotated[
+        Optional[str], typer.Option("--gpus", metavar="A,B,...", help="Only these; default: all with a dated price.")
+    ] = None,
+    tiers: Annotated[
+        Optional[str],
+        typer.Option("--tiers", metavar="A,B,...", help="on_demand (default), spot, reserved, community."),
+    ] = None,
+    as_json: _Json = False,
+    markdown: _Markdown = False,
+    **flags: Any,
+) -> int:
+    """The same job on every GPU with a dated price: which fits, how long, how many dollars. Exit code 3 if none fits."""
+    job = {**(read_job_file(file) if file is not None else {}), **job_fields_from_flags(flags)}
+    if not job:
+        raise CostModelError("give a job file, or describe the job with flags: --model, ... (see --help)")
+    wanted_tiers = _split(tiers) or ([job["tier"]] if job.get("tier") else ["on_demand"])
+
+    from costmodel import report
+    from costmodel.search import compare
+
+    candidates = compare(job, _split(gpus), wanted_tiers)
+    if as_json:
+        print(report.to_json([candidate.to_dict() for candidate in candidates]))
+    else:
+        _show(report.comparison_table(candidates, today=_today()), markdown)
+    if any(candidate.fits for candidate in candidates):
+        return FITS
+    _say("fits on none of these GPUs")
+    return DOES_NOT_FIT
+
+
+def _split(text: str | None) -> list[str] | None:
+    return [part.strip() for part in text.split(",") if part.strip()] if text else None
+
+
+def _show(table: Any, markdown: bool = False) -> None:
+    from costmodel import report
+
+    if markdown:
+        print(report.table_to_markdown(table), end="")
+    else:
+        report.print_table(table, sys.stdout)
+
+
+@app.command("gpus", context_settings=_COMMAND_SETTINGS)
+def gpus_command(
+    text: Annotated[Optional[str], typer.Argument(metavar="[TEXT]", help="Only names that contain this.")] = None,
+    as_json: _Json = False,
+) -> int:
+    """GPUs whose data sheet is known."""
+    from costmodel.catalog import list_gpus
+    from costmodel.report import Table
+
+    gpus = list_gpus()
+    shown = [gpu for gpu in gpus if _contains((gpu.name, gpu.vendor, gpu.architecture, *gpu.nvml_names), text)]
+    if not shown:
+        raise UnknownNameError("GPU", text, [gpu.name for gpu in gpus])
+    if as_json:
+        return _print_json([gpu.model_dump() for gpu in shown])
+    rows = tuple(
+        (
+            gpu.name,
+            gpu.architecture,
+            f"{gpu.memory_bytes / GIB:.1f}" + ("*" if gpu.memory_is_marketed else ""),
+            f"{gpu.memory_bandwidth_bytes_per_second / GIGA:,.0f}",
+            f"{gpu.peak_bf16_flops_per_second / TERA:,.0f}" if gpu.peak_bf16_flops_per_second else "none",
+            f"{gpu.tdp_watts:.0f}" if gpu.tdp_watts else "",
+            "; ".join(gpu.nvml_names),
+        )
+        for gpu in shown
+    )
+    columns = ("GPU", "architecture", "GiB", "GB/s", "bf16 TFLOP/s", "watts", "NVML names")
+    _show(Table("GPUs (* = marketed size; the driver reports less)", rows, columns, numeric=(2, 3, 4, 5)))
+    return FITS
+
+
+@app.command("models", context_settings=_COMMAND_SETTINGS)
+def models_command(
+    text: Annotated[Optional[str], typer.Argument(metavar="[TEXT]", help="Only ids or families with this.")] = None,
+    as_json: _Json = False,
+) -> int:
+    """Models whose config.json is in the catalogue. Others work too: give a path to theirs."""
+    from costmodel.catalog import list_models, model_facts
+    from costmodel.report import Table
+
+    facts = [model_facts(model_id) for model_id in list_models()]
+    shown = [fact for fact in facts if _contains((fact.model_id, fact.model_type), text)]
+    if not shown:
+        raise UnknownNameError("model", text, list_models(), way_out="or give a path to its config.json")
+    if as_json:
+        return _print_json(
+            [
+                {
+                    "model_id": fact.model_id,
+                    "model_type": fact.model_type,
+                    "confidence": fact.confidence,
+                    "source": fact.source,
+                }
+                for fact in shown
+            ]
+        )
+    rows = tuple((fact.model_id, fact.model_type, fact.confidence) for fact in shown)
+    _show(Table("Models", rows, ("model", "family", "confidence")))
+    return FITS
+
+
+@app.command("prices", context_settings=_COMMAND_SETTINGS)
+def prices_command(
+    gpu: Annotated[Optional[str], typer.Argument(metavar="[GPU]", help="Only this GPU.")] = None,
+    cloud: Annotated[Optional[str], typer.Option("--cloud", help="Only this cloud.")] = None,
+    tier: Annotated[
+        Optional[str], typer.Option("--tier", metavar="on_demand|spot|reserved|community", help="Only this tier.")
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Also rows that are never chosen, with the reason.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """Dated prices, cheapest first for each GPU. Storage, traffic and taxes are in none of them."""
+    from costmodel.catalog import TIERS, find_cloud, list_gpus, list_price_rows, price_age_days
+    from costmodel.report import Table, format_age
+
+    if tier is not None and tier not in TIERS:
+        raise UnknownNameError("tier", tier, TIERS)
+    names = _gpu_names(gpu) if gpu else {each.name for each in list_gpus()}
+    wanted_cloud = find_cloud(cloud) if cloud else None
+    shown = [
+        row
+        for row in list_price_rows()
+        if row.price.gpu in names
+        and wanted_cloud in (None, row.price.cloud)
+        and tier in (None, row.price.tier)
+        and (show_all or not row.not_ranked_because)
+    ]
+    shown.sort(key=lambda row: (row.price.gpu, row.price.usd_per_gpu_hour, row.price.cloud))
+    today = _today()
+    if as_json:
+        return _print_json(
+            [
+                {
+                    **row.price.model_dump(),
+                    "age_days": price_age_days(row.price, today),
+                    "not_ranked_because": row.not_ranked_because or None,
+                }
+                for row in shown
+            ]
+        )
+    if not shown:
+        raise CostModelError("no dated price for that; see: ftcost prices --all, or give it: --usd-per-gpu-hour")
+    rows = tuple(
+        (
+            row.price.gpu,
+            f"{row.price.usd_per_gpu_hour:.4g}",
+            row.price.tier,
+            row.price.cloud,
+            row.price.product,
+            row.price.region,
+            f"{row.price.usd_per_instance_hour:.4g} for {row.price.gpus_per_instance}",
+            f"{row.price.as_of}{format_age(row.price.as_of, today)}",
+            f"not chosen: {row.not_ranked_because}" if row.not_ranked_because else row.price.note,
+        )
+        for row in shown
+    )
+    columns = ("GPU", "USD/GPU-h", "tier", "cloud", "product", "region", "machine USD/h", "as of", "note")
+    _show(Table("Prices", rows, columns, numeric=(1,)))
+    return FITS
+
+
+def _gpu_names(name: str) -> set[str]:
+    """Every product a name may mean: a list of prices need not choose one A100."""
+    from costmodel.catalog import find_gpu
+
+    try:
+        return {find_gpu(name).name}
+    except AmbiguousNameError as error:
+        return set(error.candidates)
+
+
+def _contains(names: Iterable[str], text: str | None) -> bool:
+    return text is None or any(text.strip().lower() in name.lower() for name in names)
+
+
+def _print_json(value: Any) -> int:
+    from costmodel.report import to_json
+
+    print(to_json(value))
+    return FITS
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"ftcost {version('ftcost')}")
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            print("ftcost (not installed)")
+        raise typer.Exit()
+
+
+@app.callback(context_settings={"help_option_names": ["--help", "-h"]})
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+def run(arguments: list[str] | None = None, *, application: typer.Typer = app, errors: TextIO | None = None) -> int:
+    """The exit code of one command line. Errors are one line on stderr; ``FTCOST_DEBUG=1`` adds the traceback."""
+    stream = errors or sys.stderr
+    try:
+        code = application(args=arguments, prog_name="ftcost", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else FITS
+    except CostModelError as error:
+        print(f"ftcost: {' '.join(str(error).split())}", file=stream)
+        return WRONG_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _reader_is_gone()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # typer met it first
+            return _reader_is_gone()
+        raise
+    except Exception as error:
+        # Typer before 0.20 raises click's exceptions, later ones its own copies: both know how to print themselves.
+        usage_message = getattr(error, "format_message", None)
+        if usage_message is not None:
+            print(f"ftcost: {' '.join(usage_message().split())}", file=stream)
+            return int(getattr(error, "exit_code", WRONG_INPUT))
+        print(f"ftcost: internal error: {type(error).__name__}: {error} (FTCOST_DEBUG=1 shows where)", file=stream)
+        if os.environ.get("FTCOST_DEBUG"):
+            traceback.print_exc(file=stream)
+        return INTERNAL_ERROR
+
+
+def _reader_is_gone() -> int:
+    """``head`` or ``less`` has closed the pipe: nothing left to say, and nothing went wrong."""
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
+    os.dup2(sys.stdout.fileno(), 1)
+    return FITS
+
+
+def main() -> None:
+    """``python -m costmodel.cli``."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""From one step to the run: steps, evaluations, saves, start-up -> seconds -> dollars."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from costmodel import constants as c
+from costmodel.defaults import ResolvedJob, transformers_major
+from costmodel.hf_config import ModelSpec
+from costmodel.lengths import BatchTokens
+from costmodel.memory import held_bytes
+from costmodel.specs import Price
+from costmodel.step_time import StepTime
+from costmodel.units import SECONDS_PER_HOUR
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How often each thing happens in the run."""
+
+    num_steps: int
+    num_micro_batches: float  # on one GPU
+    num_evaluations: int
+    num_eval_batches: int  # of one evaluation
+    num_saves: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """Seconds of the whole run by what they are spent on."""
+
+    train_seconds: float
+    eval_seconds: float
+    save_seconds: float
+    startup_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        return self.train_seconds + self.eval_seconds + self.save_seconds + self.startup_seconds
+
+
+def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
+    """Steps, evaluations and saves of the run; ``None`` when neither ``num_samples`` nor ``max_steps`` is known.
+
+    transformers 5 makes a last, partial accumulation group of what an epoch leaves over; 4 dropped it.
+    Source: transformers 5.24 ``Trainer.set_initial_training_values``; ``DefaultFlowCallback`` for evaluations and saves.
+    """
+    accumulation = job.gradient_accumulation_steps
+    epochs = job.num_train_epochs
+    if job.num_samples is None:
+        if job.max_steps is None:
+            return None
+        steps, micro_batches = job.max_steps, float(job.max_steps * accumulation)
+        epochs = 0.0  # unknown: evaluations and saves by epoch are not counted
+    else:
+        samples_per_batch = tokens.num_samples * job.num_gpus
+        batches_per_epoch = max(1, math.ceil(job.num_samples / samples_per_batch - 1e-9))
+        keeps_partial_group = transformers_major(job.framework, job.framework_version) >= 5
+        per_epoch = math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
+        per_epoch = max(1, per_epoch)
+        if job.max_steps is not None:
+            steps = job.max_steps
+            epochs = steps / per_epoch
+        else:
+            steps = math.ceil(epochs * per_epoch)
+        micro_batches = epochs * (batches_per_epoch if keeps_partial_group else per_epoch * accumulation)
+    eval_every = job.eval_steps if job.eval_steps is not None else 500
+    num_evaluations = _occurrences(job.eval_strategy, eval_every, steps, epochs)
+    num_saves = _occurrences(job.save_strategy, job.save_steps, steps, epochs)
+    if job.save_strategy == "steps" and steps % _every(job.save_steps, steps):
+        num_saves += 1  # the last step is saved as well
+    if job.save_strategy == "best":
+        num_saves = num_evaluations  # at most: one for each evaluation
+    eval_batches = math.ceil((job.num_eval_samples or 0) / (job.per_device_eval_batch_size * job.num_gpus))
+    return Schedule(steps, micro_batches, num_evaluations, eval_batches, num_saves)
+
+
+def _every(setting: float, num_steps: int) -> int:
+    """A step count, or below 1 a share of the run (transformers' ``eval_steps`` and ``save_steps``)."""
+    return max(1, math.ceil(setting * num_steps) if setting < 1 else int(setting))
+
+
+def _occurrences(strategy: str, setting: float, num_steps: int, epochs: float) -> int:
+    if strategy == "steps":
+        return num_steps // _every(setting, num_steps)
+    return math.ceil(epochs) if strategy == "epoch" else 0
+
+
+def save_bytes(model: ModelSpec, job: ResolvedJob) -> int:
+    """Bytes of one checkpoint: what is trained, and unless ``save_only_model`` the optimizer's states."""
+    held = held_bytes(model, job)
+    weights = held.adapters_bytes if job.is_peft else held.weights_bytes
+    return weights + (0 if job.save_only_model else held.optimizer_bytes)
+
+
+def run_time(
+    model: ModelSpec, job: ResolvedJob, plan: Schedule, step: StepTime, eval_batch_seconds: float
+) -> RunTime:
+    """Seconds of the run. ``eval_batch_seconds``: one forward over a batch of evaluation."""
+    accumulation = job.gradient_accumulation_steps
+    micro_seconds = (step.step_seconds - step.optimizer_seconds) / accumulation
+    train = plan.num_micro_batches * micro_seconds + plan.num_steps * step.optimizer_seconds
+    train += (c.FIRST_STEP_FACTOR - 1) * step.step_seconds if plan.num_steps else 0.0
+    if job.torch_compile:
+        train += c.COMPILE_SECONDS
+    return RunTime(
+        train_seconds=train,
+        eval_seconds=plan.num_evaluations * plan.num_eval_batches * eval_batch_seconds,
+        save_seconds=plan.num_saves * save_bytes(model, job) / c.SAVE_BYTES_PER_SECOND,
+        startup_seconds=c.STARTUP_SECONDS + held_bytes(model, job).weights_bytes / c.LOAD_BYTES_PER_SECOND,
+    )
+
+
+def dollars(seconds: float, price: Price, num_gpus: int) -> float:
+    """What the machines cost for that long: whole machines, whatever share of their GPUs the job uses."""
+    machines = math.ceil(num_gpus / price.gpus_per_instance)
+    return seconds / SECONDS_PER_HOUR * machines * price.usd_per_instance_hour

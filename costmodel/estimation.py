@@ -1,0 +1,485 @@
+"""``estimate(job)``: the one place that calls all the others, in the order a reader would ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from costmodel.capacity import max_batch_size, max_length_that_fits, share_of_batches_that_fit
+from costmodel.catalog import find_gpu, find_model_config, find_price
+from costmodel.cost import dollars, run_time, schedule
+from costmodel.defaults import ResolvedJob, resolve
+from costmodel.errors import CostModelError
+from costmodel.hf_config import ModelSpec, model_spec_from_config
+from costmodel.lengths import ASSUMED_LOG_SIGMA, BatchTokens, LengthDistribution, batch_tokens, distribution, longest_batch
+from costmodel.memory import MemoryBreakdown, peak_memory
+from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Price, parse_gpu, parse_job
+from costmodel.step_time import StepTime, peak_flops_per_second, step_time
+from costmodel.uncertainty import INTERVAL_LEVEL, memory_interval, step_interval_factor
+from costmodel.units import GIB
+from costmodel.workload import Batch, hardware_flops, model_flops, num_trainable_params
+
+PRICE_VARIABLE = "FTCOST_USD_PER_GPU_HOUR"
+
+
+@dataclass(frozen=True, slots=True)
+class StepBreakdown:
+    """Where one optimizer step goes. ``by_group_seconds`` sums to the step."""
+
+    bound_by: str
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    by_group_seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The answer. Units stand in the names; what is not known is ``None``, never 0."""
+
+    schema_version: int
+    version: str
+    job: dict[str, Any]
+    assumed: tuple[str, ...]
+    defaults_of: str
+    num_params: int
+    num_active_params: int
+    num_trainable_params: int
+    memory: MemoryBreakdown
+    verdict: str | None
+    headroom_bytes: int | None
+    share_of_batches_that_fit: float | None
+    max_batch_size: int | None
+    max_length_that_fits: int | None
+    interval_level: float
+    step_seconds: float | None
+    step_seconds_low: float | None
+    step_seconds_high: float | None
+    step: StepBreakdown | None
+    num_tokens_per_step: float | None
+    num_non_padding_tokens_per_step: float | None
+    num_supervised_tokens_per_step: float | None
+    tokens_per_second: float | None
+    tokens_per_second_low: float | None
+    tokens_per_second_high: float | None
+    non_padding_tokens_per_second: float | None
+    samples_per_second: float | None
+    model_flops_per_step: float | None
+    hardware_flops_per_step: float | None
+    peak_flops_per_second: float | None
+    mfu: float | None
+    hfu: float | None
+    num_steps: int | None
+    train_seconds: float | None
+    eval_seconds: float | None
+    save_seconds: float | None
+    startup_seconds: float | None
+    total_seconds: float | None
+    total_seconds_low: float | None
+    total_seconds_high: float | None
+    total_usd: float | None
+    total_usd_low: float | None
+    total_usd_high: float | None
+    price: Price | None
+    evidence: tuple[dict[str, Any], ...]
+    calibration: dict[str, Any] | None
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON answer of the contract (``docs/answer.md``)."""
+        answer: dict[str, Any] = {}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Price):
+                value = value.model_dump()
+            elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+                value = dataclasses.asdict(value)
+            elif isinstance(value, tuple):
+                value = list(value)
+            answer[each.name] = value
+        return answer
+
+
+def estimate(job: Job | Mapping[str, Any] | None = None, /, **fields: Any) -> Estimate:
+    """Memory, step time, hours and dollars of one fine-tuning job.
+
+    ``job`` is a :class:`Job` or a mapping with its fields; keyword fields come on top. Needs no GPU, no network, no torch.
+    Raises :class:`CostModelError` for input that is wrong or not known, with the way out.
+    """
+    parsed = parse_job(_merged(job, fields))
+    model = _model_spec(parsed)
+    gpu = _gpu(parsed)
+    resolved, assumed = resolve(parsed, model)
+    warnings: list[str] = []
+
+    lengths = distribution(parsed.lengths, resolved.max_length) if parsed.lengths else None
+    tokens = batch_tokens(resolved, lengths) if lengths else None
+    memory = _memory(model, resolved, gpu, lengths, tokens)
+    fit = _fit(model, resolved, gpu, lengths, tokens, memory)
+    step = step_time(model, resolved, gpu, tokens.expected) if gpu and tokens else None
+    interval = step_interval_factor(resolved, gpu, step) if gpu and step else None
+    run = _run(model, resolved, gpu, lengths, tokens, step)
+    price = _price(parsed, gpu)
+    _warn(warnings, parsed, resolved, model, gpu, lengths, tokens, step, fit, run)
+    return _answer(parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, tuple(warnings))
+
+
+# --- the steps of estimate() -----------------------------------------------------------------------------------------
+
+
+def _merged(job: Job | Mapping[str, Any] | None, fields: Mapping[str, Any]) -> Job | Mapping[str, Any]:
+    if job is None:
+        return fields
+    if not fields:
+        return job
+    if isinstance(job, Job):
+        return {**job.model_dump(exclude_unset=True), **fields}
+    return {**job, **fields}
+
+
+def _model_spec(job: Job) -> ModelSpec:
+    if isinstance(job.model, str) and not job.model_overrides:
+        return _named_model_spec(job.model)
+    config = dict(find_model_config(job.model))
+    for name in job.model_overrides:
+        if name not in config:
+            raise CostModelError(
+                f"model_overrides {name!r} is no field of the model's config; its fields: {', '.join(sorted(config))}"
+            )
+    return model_spec_from_config({**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else "")
+
+
+@functools.lru_cache(maxsize=256)
+def _catalogued_model_spec(name: str) -> ModelSpec:
+    return model_spec_from_config(find_model_config(name), name=name)
+
+
+def _named_model_spec(name: str) -> ModelSpec:
+    # A path may change between calls; a catalogue entry does not.
+    if os.path.exists(name):
+        return model_spec_from_config(find_model_config(name), name=os.path.basename(os.path.normpath(name)))
+    return _catalogued_model_spec(name)
+
+
+def _gpu(job: Job) -> GpuSpec | None:
+    if job.gpu is None:
+        return None
+    return find_gpu(job.gpu) if isinstance(job.gpu, str) else parse_gpu(job.gpu)
+
+
+def _on_cpu(gpu: GpuSpec | None) -> bool:
+    return gpu is not None and gpu.vendor == "CPU"
+
+
+def _longest_sequence(job: ResolvedJob, lengths: LengthDistribution | None) -> int:
+    """Tokens of the longest padded sequence: from the data where it is known, else ``max_length``."""
+    if lengths is None or job.packing or job.padding == "max_length":
+        return job.max_length
+    multiple = job.pad_to_multiple_of
+    return -(-lengths.longest_tokens // multiple) * multiple
+
+
+def _memory(
+    model: ModelSpec, job: ResolvedJob, gpu: GpuSpec | None, lengths: LengthDistribution | None, tokens: BatchTokens | None
+) -> MemoryBreakdown:
+    batch = tokens.longest if tokens else longest_batch(job, job.per_device_train_batch_size, job.max_length)
+    padded = _is_padded(job, tokens)
+    memory = peak_memory(model, job, batch, is_padded=padded, on_cpu=_on_cpu(gpu))
+    low, high = memory_interval(job, memory, on_cpu=_on_cpu(gpu))
+    return replace(
+        memory,
+        peak_device_bytes_low=low,
+        peak_device_bytes_high=high,
+        capacity_bytes=gpu.memory_bytes if gpu else None,
+    )
+
+
+def _is_padded(job: ResolvedJob, tokens: BatchTokens | None) -> bool:
+    """Whether a batch carries an attention mask: sequences of different length side by side."""
+    several = job.per_device_train_batch_size > 1 and not (job.packing or job.padding_free)
+    return several and (tokens.is_padded if tokens else True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    verdict: str
+    headroom_bytes: int
+    share_of_batches: float | None
+    max_batch_size: int
+    max_length: int
+
+
+def _fit(
+    model: ModelSpec,
+    job: ResolvedJob,
+    gpu: GpuSpec | None,
+    lengths: LengthDistribution | None,
+    tokens: BatchTokens | None,
+    memory: MemoryBreakdown,
+) -> _Fit | None:
+    if gpu is None:
+        return None
+    capacity, on_cpu = gpu.memory_bytes, _on_cpu(gpu)
+    high = memory.peak_device_bytes_high or memory.peak_device_bytes
+    verdict = "does_not_fit" if memory.peak_device_bytes > capacity else "tight" if high > capacity else "fits"
+    varies = not (job.packing or job.padding_free) and (tokens.is_padded if tokens else True)
+    longest = _longest_sequence(job, lengths)
+    max_batch = max_batch_size(model, job, capacity, longest, is_padded=varies, on_cpu=on_cpu)
+    max_length = max_length_that_fits(model, job, capacity, is_padded=_is_padded(job, tokens), on_cpu=on_cpu)
+    share = None
+    if lengths is not None and not job.packing and job.padding != "max_length":
+        share = share_of_batches_that_fit(lengths, job.per_device_train_batch_size, max_length)
+    elif lengths is not None:
+        share = 0.0 if verdict == "does_not_fit" else 1.0
+    return _Fit(verdict, capacity - memory.peak_device_bytes, share, max_batch, max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    num_steps: int
+    train_seconds: float
+    eval_seconds: float
+    save_seconds: float
+    startup_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        return self.train_seconds + self.eval_seconds + self.save_seconds + self.startup_seconds
+
+
+def _run(
+    model: ModelSpec,
+    job: ResolvedJob,
+    gpu: GpuSpec | None,
+    lengths: LengthDistribution | None,
+    tokens: BatchTokens | None,
+    step: StepTime | None,
+) -> _Run | None:
+    if gpu is None or lengths is None or tokens is None or step is None:
+        return None
+    counted = job.num_samples
+    if counted is None and job.max_steps is None:
+        return None
+    plan = schedule(job, tokens)
+    if plan is None:
+        return None
+    eval_seconds = 0.0
+    if plan.num_evaluations and plan.num_eval_batches:
+        evaluated = batch_tokens(job, lengths, batch_size=job.per_device_eval_batch_size)
+        timed = step_time(model, job, gpu, evaluated.expected, micro_batches=1.0)
+        eval_seconds = timed.forward_seconds if timed else 0.0
+    times = run_time(model, job, plan, step, eval_seconds)
+    return _Run(plan.num_steps, times.train_seconds, times.eval_seconds, times.save_seconds, times.startup_seconds)
+
+
+def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
+    """The job's own price, a catalogue row when a cloud or tier is named, the environment's; else none."""
+    if job.usd_per_gpu_hour is not None:
+        return Price(
+            usd_per_gpu_hour=job.usd_per_gpu_hour,
+            usd_per_instance_hour=job.usd_per_gpu_hour,
+            gpu=gpu.name if gpu else "",
+            source="given with the job",
+        )
+    if job.cloud is not None or job.tier is not None:
+        if gpu is None:
+            raise CostModelError("a catalogue price needs a gpu; name one, or give usd_per_gpu_hour")
+        return find_price(gpu, cloud=job.cloud, tier=job.tier or "on_demand", num_gpus=job.num_gpus)
+    text = os.environ.get(PRICE_VARIABLE)
+    if text:
+        try:
+            usd = float(text)
+            return Price(usd_per_gpu_hour=usd, usd_per_instance_hour=usd, source=f"environment variable {PRICE_VARIABLE}")
+        except ValueError:
+            raise CostModelError(f"{PRICE_VARIABLE} must be a positive number of dollars, got {text!r}") from None
+    return None
+
+
+def _warn(
+    warnings: list[str],
+    job: Job,
+    resolved: ResolvedJob,
+    model: ModelSpec,
+    gpu: GpuSpec | None,
+    lengths: LengthDistribution | None,
+    tokens: BatchTokens | None,
+    step: StepTime | None,
+    fit: _Fit | None,
+    run: _Run | None,
+) -> None:
+    """Each warning asks for an action."""
+    if lengths is None:
+        warnings.append(
+            "lengths are not given: memory is for sequences of max_length; give lengths (a mean and max, a histogram or a "
+            "data set) for time and money"
+        )
+    elif job.lengths is not None and job.lengths.mean is not None:
+        warnings.append(
+            f"only a mean length is given: a log-normal shape is assumed (sigma {ASSUMED_LOG_SIGMA}); give a histogram for "
+            "the padding that your data really causes"
+        )
+    if lengths is not None and lengths.share_cut > 0:
+        share = f"{lengths.share_cut:.1%}" if lengths.share_cut >= 0.001 else "fewer than 0.1%"
+        warnings.append(f"{share} of the samples are longer than max_length {resolved.max_length} and are cut there")
+    if gpu is None:
+        warnings.append("no gpu is given: memory only; name one to learn whether it fits, how long and how much")
+    elif tokens is not None and step is None:
+        warnings.append(
+            f"{gpu.name} has no known rate for {resolved.autocast_dtype or resolved.dtype}: no step time; use a type it "
+            "supports (fp16 on Volta and Turing)"
+        )
+    if gpu is not None and gpu.memory_is_marketed:
+        warnings.append(f"the capacity of {gpu.name} is its marketed size; the driver reports a little less")
+    if lengths is not None and run is None and step is not None:
+        warnings.append("num_samples (or max_steps) is not given: figures are for one step, totals are left out")
+    if resolved.eval_strategy != "no" and not resolved.num_eval_samples:
+        warnings.append("evaluations are scheduled but num_eval_samples is not given: their time is not in the total")
+    if fit is not None and fit.share_of_batches is not None and 0 < fit.share_of_batches < 1:
+        every = 1 / (1 - fit.share_of_batches) if fit.share_of_batches < 1 else 0
+        warnings.append(
+            f"{1 - fit.share_of_batches:.2%} of the batches would not fit (one in {every:,.0f}): the job would run until one "
+            f"comes; cut samples at {fit.max_length} tokens or use batch size {fit.max_batch_size}"
+        )
+    if model.is_moe and resolved.fused_experts and resolved.quantization in {"nf4", "fp4", "int8"}:
+        size = sum(layer.experts.num_experts * layer.experts.params_per_expert * count for layer, count in model.layers if layer.experts)
+        kept = 4 if resolved.prepare_model_for_kbit_training else 2
+        warnings.append(
+            f"bitsandbytes does not quantise the stacked experts of transformers 5: {size * kept / GIB:.1f} GiB of expert "
+            f"weights stay at {kept} bytes each"
+            + (" (peft's prepare_model_for_kbit_training lifts them to fp32)" if kept == 4 else "")
+        )
+    if resolved.num_gpus > 1:
+        warnings.append("num_gpus > 1: plain data parallelism is assumed and its communication is not in the step time")
+    if resolved.fused_experts and model.is_moe and step is not None and resolved.experts_implementation == "batched_mm":
+        warnings.append("experts_implementation batched_mm copies expert weights for each token: use grouped_mm for training")
+
+
+def _answer(
+    parsed: Job,
+    job: ResolvedJob,
+    assumed: tuple[str, ...],
+    model: ModelSpec,
+    gpu: GpuSpec | None,
+    tokens: BatchTokens | None,
+    memory: MemoryBreakdown,
+    fit: _Fit | None,
+    step: StepTime | None,
+    interval: float | None,
+    run: _Run | None,
+    price: Price | None,
+    warnings: tuple[str, ...],
+) -> Estimate:
+    micro_batches = job.gradient_accumulation_steps * job.num_gpus
+    per_step: Batch | None = tokens.expected if tokens else None
+    seconds = step.step_seconds if step else None
+    num_tokens = per_step.num_tokens * micro_batches if per_step else None
+    real = tokens.num_non_padding_tokens * micro_batches if tokens else None
+    supervised = tokens.num_supervised_tokens if tokens else None
+    supervised = supervised * micro_batches if supervised is not None else None
+    model_work = model_flops(model, job, per_step) * micro_batches if per_step else None
+    hardware_work = hardware_flops(model, job, per_step) * micro_batches if per_step else None
+    peak = peak_flops_per_second(gpu, job) if gpu else None
+
+    def utilisation(work: float | None) -> float | None:
+        return work / (seconds * peak * job.num_gpus) if work and seconds and peak else None
+
+    def rate(amount: float | None, by: float | None = seconds) -> float | None:
+        return amount / by if amount is not None and by else None
+
+    total = run.total_seconds if run else None
+    fixed = run.startup_seconds + run.save_seconds if run else 0.0
+    low = (total - fixed) / interval + fixed * 0.5 if run and total is not None and interval else None
+    high = (total - fixed) * interval + fixed * 2.0 if run and total is not None and interval else None
+
+    def usd(duration: float | None) -> float | None:
+        return dollars(duration, price, job.num_gpus) if price and duration is not None else None
+
+    return Estimate(
+        schema_version=SCHEMA_VERSION,
+        version=_version(),
+        job=_resolved_mapping(parsed, job, gpu),
+        assumed=assumed,
+        defaults_of=f"{job.framework} {job.framework_version}",
+        num_params=model.num_params,
+        num_active_params=model.num_active_params,
+        num_trainable_params=num_trainable_params(model, job),
+        memory=memory,
+        verdict=fit.verdict if fit else None,
+        headroom_bytes=fit.headroom_bytes if fit else None,
+        share_of_batches_that_fit=fit.share_of_batches if fit else None,
+        max_batch_size=fit.max_batch_size if fit else None,
+        max_length_that_fits=fit.max_length if fit else None,
+        interval_level=INTERVAL_LEVEL,
+        step_seconds=seconds,
+        step_seconds_low=seconds / interval if seconds and interval else None,
+        step_seconds_high=seconds * interval if seconds and interval else None,
+        step=StepBreakdown(
+            step.bound_by, step.forward_seconds, step.backward_seconds, step.optimizer_seconds, step.by_group_seconds
+        )
+        if step
+        else None,
+        num_tokens_per_step=num_tokens,
+        num_non_padding_tokens_per_step=real,
+        num_supervised_tokens_per_step=supervised,
+        tokens_per_second=rate(num_tokens),
+        tokens_per_second_low=rate(num_tokens, seconds * interval if seconds and interval else None),
+        tokens_per_second_high=rate(num_tokens, seconds / interval if seconds and interval else None),
+        non_padding_tokens_per_second=rate(real),
+        samples_per_second=rate(tokens.num_samples * micro_batches if tokens else None),
+        model_flops_per_step=model_work,
+        hardware_flops_per_step=hardware_work,
+        peak_flops_per_second=peak,
+        mfu=utilisation(model_work),
+        hfu=utilisation(hardware_work),
+        num_steps=run.num_steps if run else None,
+        train_seconds=run.train_seconds if run else None,
+        eval_seconds=run.eval_seconds if run else None,
+        save_seconds=run.save_seconds if run else None,
+        startup_seconds=run.startup_seconds if run else None,
+        total_seconds=total,
+        total_seconds_low=low,
+        total_seconds_high=high,
+        total_usd=usd(total),
+        total_usd_low=usd(low),
+        total_usd_high=usd(high),
+        price=price,
+        evidence=(),
+        calibration=None,
+        warnings=warnings,
+    )
+
+
+def _resolved_mapping(parsed: Job, job: ResolvedJob, gpu: GpuSpec | None) -> dict[str, Any]:
+    """The job with every default filled, in the job's own field names: it can be estimated again as it is."""
+    given = parsed.model_dump(exclude_none=True)
+    known = {name for name in Job.model_fields}
+    filled = {name: value for name, value in dataclasses.asdict(job).items() if name in known and value is not None}
+    for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype"):
+        if not job.is_peft:
+            filled.pop(name, None)
+    filled["bf16"] = job.autocast_dtype == "bfloat16"
+    filled["fp16"] = job.autocast_dtype == "float16"
+    filled.pop("lengths", None)
+    for name in ("lora_target_parameters", "lora_modules_to_save"):
+        if not filled.get(name):
+            filled.pop(name, None)
+    if not filled.get("logits_to_keep"):
+        filled.pop("logits_to_keep", None)
+    resolved = {**given, **filled}
+    if gpu is not None and isinstance(parsed.gpu, str):
+        resolved["gpu"] = gpu.name
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in resolved.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ftcost")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"

@@ -1,0 +1,243 @@
+"""Tokens per sample -> tokens per micro-batch: padded, packed, padding-free, grouped by length.
+
+A batch is padded to its longest sample, so the work of a step is the expected maximum of ``b`` draws, not the mean.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Final
+
+from costmodel.catalog import length_histogram
+from costmodel.defaults import ResolvedJob
+from costmodel.errors import CostModelError
+from costmodel.specs import Lengths
+from costmodel.workload import Batch
+
+# Best-fit-decreasing packing leaves this share of a row filled (TRL's "bfd" on natural lengths; 1 is full).
+PACKING_FILL: Final = 0.98
+# transformers' length-grouped sampler sorts inside megabatches of this many batches (trainer_pt_utils.py).
+MEGABATCH_BATCHES: Final = 50
+# Shape assumed when only a mean and a maximum are given: log-normal with this sigma (coefficient of variation 0.53,
+# between the two instruction sets of arXiv:2408.04693: 0.42 and 0.73), cut at the maximum.
+ASSUMED_LOG_SIGMA: Final = 0.5
+_MAX_FILE_BYTES: Final = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """Sample lengths after the cut at ``max_length``: ascending lengths and the share of samples of each (sums to 1)."""
+
+    lengths: tuple[int, ...]
+    shares: tuple[float, ...]
+    share_cut: float  # of samples that were longer than max_length
+    num_samples: float | None  # where the source counted them
+
+    @property
+    def mean_tokens(self) -> float:
+        return sum(length * share for length, share in zip(self.lengths, self.shares))
+
+    @property
+    def mean_squared_tokens(self) -> float:
+        return sum(length * length * share for length, share in zip(self.lengths, self.shares))
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.lengths[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTokens:
+    """One micro-batch in expectation, and its longest possible form."""
+
+    expected: Batch  # what the step time is made of
+    num_non_padding_tokens: float
+    num_supervised_tokens: float | None
+    longest: Batch  # what the memory peak is made of
+    is_padded: bool  # whether sequences of one batch differ in length
+    num_samples: float  # samples in a micro-batch (a packed row holds several)
+
+
+def distribution(lengths: Lengths, max_length: int) -> LengthDistribution:
+    """The samples' lengths cut at ``max_length`` tokens.
+
+    Raises :class:`CostModelError` for a data set that is not built in or a file that holds no lengths.
+    """
+    counts = _counts(lengths)
+    total = float(sum(counts.values()))
+    cut: Counter[int] = Counter()
+    above = 0.0
+    for length, count in counts.items():
+        cut[min(length, max_length)] += count  # type: ignore[assignment]
+        above += count if length > max_length else 0
+    ordered = sorted(cut)
+    counted = total if lengths.mean is None and lengths.fixed is None else None
+    return LengthDistribution(
+        tuple(ordered), tuple(cut[length] / total for length in ordered), above / total, counted
+    )
+
+
+def _counts(lengths: Lengths) -> Mapping[int, float]:
+    if lengths.fixed is not None:
+        return {lengths.fixed: 1.0}
+    if lengths.histogram is not None:
+        return {length: count for length, count in lengths.histogram.items() if count > 0}
+    if lengths.values is not None:
+        return Counter(lengths.values)
+    if lengths.dataset is not None:
+        return length_histogram(lengths.dataset)
+    if lengths.file is not None:
+        return _counts_in_file(Path(lengths.file))
+    assert lengths.mean is not None and lengths.max is not None
+    return _log_normal(lengths.mean, lengths.max)
+
+
+def _log_normal(mean: float, longest: int) -> Mapping[int, float]:
+    """1,000 equally likely quantiles of the assumed shape, scaled so that the cut distribution has the given mean."""
+    normal = NormalDist()
+    quantiles = [math.exp(ASSUMED_LOG_SIGMA * normal.inv_cdf((i + 0.5) / 1000)) for i in range(1000)]
+
+    def cut_mean(scale: float) -> float:
+        return sum(min(longest, scale * q) for q in quantiles) / len(quantiles)
+
+    low, high = 0.0, float(longest) * 10
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
+    return Counter(max(1, min(longest, round(high * q))) for q in quantiles)
+
+
+def _counts_in_file(path: Path) -> Mapping[int, float]:
+    """A file of lengths: one whole number a line, or a JSON list, or a JSON mapping length -> count."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise CostModelError(f"lengths file {path} is larger than {_MAX_FILE_BYTES // 2**20} MiB; give a histogram instead")
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostModelError(f"lengths file {path} cannot be read: {error}") from None
+    try:
+        if text.startswith("{"):
+            counts = {int(length): float(count) for length, count in json.loads(text).items()}
+        elif text.startswith("["):
+            counts = dict(Counter(int(value) for value in json.loads(text)))  # type: ignore[arg-type]
+        else:
+            counts = dict(Counter(int(line) for line in text.split()))  # type: ignore[arg-type]
+    except (ValueError, AttributeError, TypeError):
+        raise CostModelError(
+            f"lengths file {path} must hold one whole number of tokens a line, a JSON list, or a JSON mapping length: count"
+        ) from None
+    if not counts or min(counts) < 1:
+        raise CostModelError(f"lengths file {path} holds {'a length below 1' if counts else 'no lengths'}")
+    return counts
+
+
+def _rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
+    if multiple <= 1:
+        return dist
+    merged: dict[int, float] = {}
+    for length, share in zip(dist.lengths, dist.shares):
+        padded = -(-length // multiple) * multiple
+        merged[padded] = merged.get(padded, 0.0) + share
+    return LengthDistribution(tuple(merged), tuple(merged.values()), dist.share_cut, dist.num_samples)
+
+
+def expected_maximum(dist: LengthDistribution, draws: int) -> tuple[float, float]:
+    """Mean and mean square of the longest of ``draws`` samples: sums over F(s)^b, F the cumulative share."""
+    cumulative = previous = mean = square = 0.0
+    for length, share in zip(dist.lengths, dist.shares):
+        cumulative = min(1.0, cumulative + share)
+        power = cumulative**draws
+        mean += length * (power - previous)
+        square += length * length * (power - previous)
+        previous = power
+    tail = 1.0 - previous  # rounding of the shares
+    return mean + tail * dist.longest_tokens, square + tail * dist.longest_tokens**2
+
+
+def _grouped_maximum(dist: LengthDistribution) -> tuple[float, float]:
+    """Mean and mean square of the longest sample of a batch drawn by the length-grouped sampler.
+
+    Inside a megabatch the samples are sorted, so batch j of 50 ends at the j-th quantile.
+    """
+    cumulative = []
+    running = 0.0
+    for share in dist.shares:
+        running += share
+        cumulative.append(running)
+    tops = []
+    for batch in range(1, MEGABATCH_BATCHES + 1):
+        index = min(bisect.bisect_left(cumulative, batch / MEGABATCH_BATCHES - 1e-12), len(dist.lengths) - 1)
+        tops.append(dist.lengths[index])
+    return sum(tops) / len(tops), sum(top * top for top in tops) / len(tops)
+
+
+def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int | None = None) -> BatchTokens:
+    """The expected and the longest micro-batch of this job.
+
+    Positions that reach the head: all, or with TRL's loss only the supervised ones.
+    """
+    size = batch_size or job.per_device_train_batch_size
+    supervised = job.supervised_fraction
+    head_fraction = supervised if (job.supervised_positions_only and supervised is not None) else 1.0
+    mean, mean_square = dist.mean_tokens, dist.mean_squared_tokens
+    if job.packing:
+        # rows of max_length; attention stays inside each document when the rows are padding-free
+        rows = size
+        real = rows * job.max_length * PACKING_FILL
+        computed = rows * job.max_length * PACKING_FILL if job.padding_free else float(rows * job.max_length)
+        pairs = real / mean * mean_square if job.padding_free else computed * job.max_length
+        longest_tokens = float(rows * job.max_length)
+        longest_pairs = longest_tokens * (dist.longest_tokens if job.padding_free else job.max_length)
+        return BatchTokens(
+            Batch(rows, computed, pairs, computed * head_fraction),
+            real,
+            None if supervised is None else real * supervised,
+            Batch(rows, longest_tokens, longest_pairs, longest_tokens * head_fraction),
+            False,
+            real / mean,
+        )
+    if job.padding_free:
+        tokens = size * mean
+        longest_tokens = float(size * dist.longest_tokens)
+        return BatchTokens(
+            Batch(size, tokens, size * mean_square, tokens * head_fraction),
+            tokens,
+            None if supervised is None else tokens * supervised,
+            Batch(size, longest_tokens, longest_tokens * dist.longest_tokens, longest_tokens * head_fraction),
+            False,
+            float(size),
+        )
+    padded = _rounded(dist, job.pad_to_multiple_of)
+    if job.padding == "max_length":
+        row_mean, row_square, longest = float(job.max_length), float(job.max_length) ** 2, job.max_length
+    else:
+        longest = padded.longest_tokens
+        grouped = job.train_sampling_strategy == "group_by_length"
+        row_mean, row_square = _grouped_maximum(padded) if grouped else expected_maximum(padded, size)
+    real = size * mean
+    computed = size * row_mean
+    # the head sees every padded position, or only the supervised ones
+    head = real * head_fraction if job.supervised_positions_only and supervised is not None else computed
+    longest_tokens = float(size * longest)
+    return BatchTokens(
+        Batch(size, computed, size * row_square, head),
+        real,
+        None if supervised is None else real * supervised,
+        Batch(size, longest_tokens, longest_tokens * longest, longest_tokens * head_fraction),
+        len(dist.lengths) > 1 or job.padding == "max_length",
+        float(size),
+    )
+
+
+def longest_batch(job: ResolvedJob, size: int, sequence_tokens: int) -> Batch:
+    """The batch that decides whether the job fits: ``size`` sequences of ``sequence_tokens`` each."""
+    supervised = job.supervised_fraction
+    fraction = supervised if (job.supervised_positions_only and supervised is not None) else 1.0
+    return Batch.of(size, sequence_tokens, head_fraction=fraction)

@@ -1,0 +1,465 @@
+"""An answer as text, Markdown or JSON: the only place that rounds and that turns bytes into GiB and seconds into hours.
+
+Works on the answer's mapping (``Estimate.to_dict()``). Unknown is printed as "unknown", an interval as "(low to high)".
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from costmodel.catalog import age_days
+from costmodel.units import GIB, SECONDS_PER_HOUR
+
+if TYPE_CHECKING:
+    from costmodel.estimation import Estimate
+    from costmodel.search import Candidate
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A titled table of finished text. ``columns`` is empty for a list of name and value."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...] = ()
+    numeric: tuple[int, ...] = ()  # columns to align right
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def format_gib(num_bytes: float | None) -> str:
+    """``41231686041`` -> ``"38.4 GiB"``; two decimals below 10 GiB."""
+    if num_bytes is None:
+        return UNKNOWN
+    gib = num_bytes / GIB
+    return f"{gib:,.1f} GiB" if abs(gib) >= 9.95 else f"{gib:.2f} GiB"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """The unit a person would choose: milliseconds, seconds, minutes or hours; three digits."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 2 * SECONDS_PER_HOUR:
+        return f"{seconds / 60:.3g} min"
+    hours = seconds / SECONDS_PER_HOUR
+    return f"{hours:.3g} h" if hours < 100 else f"{hours:,.0f} h"
+
+
+def format_usd(usd: float | None) -> str:
+    """Cents from a dollar up, three digits below it, whole dollars from a thousand."""
+    if usd is None:
+        return UNKNOWN
+    if usd >= 1000:
+        return f"${usd:,.0f}"
+    return f"${usd:.2f}" if usd >= 1 else f"${usd:.3g}"
+
+
+def format_count(count: float | None) -> str:
+    """``46702792704`` -> ``"46.70 B"`` (10^9, not 2^30); exact below 10,000."""
+    if count is None:
+        return UNKNOWN
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.2f} {letter}"
+    return f"{count:,.0f}" if count >= 100 or count == int(count) else f"{count:.3g}"
+
+
+def format_percent(fraction: float | None) -> str:
+    return UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def _interval(answer: Mapping[str, Any], name: str, form: Any) -> str:
+    """``"24.1 h (20.7 h to 28.2 h)"``."""
+    low, high = answer.get(f"{name}_low"), answer.get(f"{name}_high")
+    text = str(form(answer.get(name)))
+    return text if low is None or high is None else f"{text} ({form(low)} to {form(high)})"
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def as_answer(estimate: Estimate | Mapping[str, Any]) -> dict[str, Any]:
+    """The contract's mapping, unrounded."""
+    return dict(estimate) if isinstance(estimate, Mapping) else estimate.to_dict()
+
+
+def to_json(value: Any, *, indent: int | None = 2) -> str:
+    """JSON text without nan or infinity (those would be a bug: ``ValueError``)."""
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    return json.dumps(value, indent=indent, allow_nan=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"not a JSON value: {value!r}")
+
+
+# --- one estimate -----------------------------------------------------------------------------------------------------
+
+_MEMORY_TERMS = (
+    ("weights_bytes", "weights"),
+    ("adapters_bytes", "adapters"),
+    ("gradients_bytes", "gradients"),
+    ("optimizer_bytes", "optimizer states"),
+    ("activations_bytes", "activations"),
+    ("logits_bytes", "logits and loss"),
+    ("temporary_bytes", "temporary buffers"),
+    ("context_bytes", "CUDA context and libraries"),
+)
+
+
+def to_text(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None) -> str:
+    """Plain text for a terminal without colour. ``today`` gives the price an age."""
+    answer = as_answer(estimate)
+    parts = [_headline(answer), *(_table_as_text(table) for table in _tables(answer, today))]
+    parts += [_list_as_text(title, lines) for title, lines in _lists(answer) if lines]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_markdown(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None) -> str:
+    """Markdown for an issue, a pull request or a model card."""
+    answer = as_answer(estimate)
+    parts = [f"### {_escaped(_headline(answer))}", *(_table_as_markdown(table) for table in _tables(answer, today))]
+    for title, lines in _lists(answer):
+        if lines:
+            parts.append("\n".join([f"**{title}**", "", *(f"- {_escaped(line)}" for line in lines)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def print_estimate(
+    estimate: Estimate | Mapping[str, Any], stream: TextIO, *, today: datetime.date | None = None
+) -> None:
+    """Coloured tables on a terminal, :func:`to_text` anywhere else."""
+    if not _wants_colour(stream):
+        stream.write(to_text(estimate, today=today))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    answer = as_answer(estimate)
+    console = Console(file=stream, highlight=False)
+    colour = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}.get(str(answer.get("verdict")), "white")
+    console.print(Text(_headline(answer), style=f"bold {colour}"))
+    for table in _tables(answer, today):
+        console.print(_table_for_rich(table))
+    for title, lines in _lists(answer):
+        if lines:
+            console.print(Text(title, style="bold yellow" if title == "Warnings" else "bold"))
+            for line in lines:
+                console.print(Text(f"  {line}"))
+
+
+def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
+    """``"does not fit: needs 52.1 GiB, an A40 has 45.0; largest batch that fits is 3"``."""
+    answer = as_answer(estimate)
+    memory = answer["memory"]
+    gpu = _gpu_name(answer)
+    article = "an" if gpu[:1].upper() in "AEFHILMNORSX8" else "a"  # by sound: an H100, an L4, a T4
+    capacity = format_gib(memory["capacity_bytes"]).removesuffix(" GiB")
+    sentence = f"does not fit: needs {format_gib(memory['peak_device_bytes'])}, {article} {gpu} has {capacity}"
+    batch, length = answer.get("max_batch_size"), answer.get("max_length_that_fits")
+    if batch:
+        return f"{sentence}; largest batch that fits is {batch}"
+    if batch == 0:
+        sentence += "; not even a batch of 1 fits"
+    if length:
+        sentence += f"; longest sequence that fits is {length} tokens"
+    return sentence
+
+
+def _gpu_name(answer: Mapping[str, Any]) -> str:
+    gpu = answer["job"].get("gpu")
+    return str(gpu.get("name", "GPU") if isinstance(gpu, Mapping) else gpu or "GPU")
+
+
+def _model_name(answer: Mapping[str, Any]) -> str:
+    model = answer["job"].get("model")
+    return f"inline {model.get('model_type', 'config')}" if isinstance(model, Mapping) else str(model)
+
+
+def _headline(answer: Mapping[str, Any]) -> str:
+    job = answer["job"]
+    method = " ".join(str(job[name]) for name in ("method", "quantization") if job.get(name))
+    verdict = str(answer.get("verdict") or "memory unknown").replace("_", " ")
+    return f"{_model_name(answer)}, {method}, {job.get('num_gpus', 1)} x {_gpu_name(answer)}: {verdict}"
+
+
+def _tables(answer: Mapping[str, Any], today: datetime.date | None) -> list[Table]:
+    return [
+        Table("Summary", tuple(_summary_rows(answer, today))),
+        *_memory_table(answer),
+        *_time_table(answer),
+        *_evidence_table(answer),
+    ]
+
+
+def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> list[tuple[str, str]]:
+    memory, step, job = answer.get("memory") or {}, answer.get("step") or {}, answer["job"]
+    rows = [
+        (
+            "parameters",
+            f"{format_count(answer.get('num_params'))} (head included), "
+            f"{format_count(answer.get('num_active_params'))} active, "
+            f"{format_count(answer.get('num_trainable_params'))} trained",
+        ),
+        (
+            "batch",
+            f"{job.get('per_device_train_batch_size') or UNKNOWN} per GPU x "
+            f"{job.get('gradient_accumulation_steps') or 1} accumulated, at most {job.get('max_length') or UNKNOWN} tokens",
+        ),
+        (
+            "memory",
+            f"{_interval(memory, 'peak_device_bytes', format_gib)} of {format_gib(memory.get('capacity_bytes'))}"
+            + (f", peak in {memory['peak_phase']}" if memory.get("peak_phase") else ""),
+        ),
+    ]
+    if answer.get("max_batch_size") is not None:
+        length = answer.get("max_length_that_fits")
+        rows.append(
+            ("largest that fits", f"batch {answer['max_batch_size']}" + (f", or {length:,} tokens" if length else ""))
+        )
+    share = answer.get("share_of_batches_that_fit")
+    if share is not None and share < 1:
+        rows.append(("batches that fit", format_percent(share)))
+    rows.append(
+        (
+            "step",
+            _interval(answer, "step_seconds", format_seconds)
+            + (f", bound by {str(step['bound_by']).replace('_', ' ')}" if step.get("bound_by") else ""),
+        )
+    )
+    if answer.get("tokens_per_second") is not None:
+        non_padding = answer.get("non_padding_tokens_per_second")
+        rows.append(
+            (
+                "throughput",
+                f"{_interval(answer, 'tokens_per_second', format_count)} tokens/s"
+                + (f", {format_count(non_padding)} without padding" if non_padding is not None else "")
+                + (f", MFU {format_percent(answer['mfu'])}" if answer.get("mfu") is not None else ""),
+            )
+        )
+    steps = answer.get("num_steps")
+    rows.append(
+        (
+            "total time",
+            _interval(answer, "total_seconds", format_seconds) + (f", {steps:,} steps" if steps is not None else ""),
+        )
+    )
+    rows.append(("total cost", _interval(answer, "total_usd", format_usd)))
+    rows.append(("price", _price_text(answer.get("price"), today)))
+    if answer.get("interval_level") is not None:
+        rows.append(("intervals", f"{100 * answer['interval_level']:.0f} % of runs"))
+    return rows
+
+
+def _price_text(price: Mapping[str, Any] | None, today: datetime.date | None) -> str:
+    if not price:
+        return "not given: hours only (--usd-per-gpu-hour, or --cloud and --tier)"
+    text = f"{format_usd(price['usd_per_gpu_hour'])} per GPU-hour"
+    if price.get("gpus_per_instance", 1) > 1:
+        text += (
+            f", rented as a machine of {price['gpus_per_instance']} at "
+            f"{format_usd(price['usd_per_instance_hour'])} per hour"
+        )
+    where = " ".join(str(price[name]) for name in ("cloud", "product", "tier") if price.get(name))
+    source = ", ".join(part for part in (where, str(price.get("source") or "")) if part)
+    if source:
+        text += f"; {source}"
+    if price.get("as_of"):
+        text += f", as of {price['as_of']}{format_age(str(price['as_of']), today)}"
+    return text
+
+
+def format_age(as_of: str, today: datetime.date | None) -> str:
+    """``" (84 days old)"``, or nothing where the day is not known."""
+    days = age_days(as_of, today) if today else None
+    return "" if days is None else f" ({days} day{'' if days == 1 else 's'} old)"
+
+
+def _memory_table(answer: Mapping[str, Any]) -> list[Table]:
+    memory = answer.get("memory") or {}
+    peak = memory.get("peak_device_bytes")
+    terms = [(label, memory[name]) for name, label in _MEMORY_TERMS if memory.get(name)]
+    if not terms:
+        return []
+    terms.sort(key=lambda term: -term[1])
+    rows = [(label, format_gib(size), format_percent(size / peak) if peak else "") for label, size in terms]
+    rows += [
+        (label, format_gib(memory[name]), "")
+        for name, label in (
+            ("peak_allocated_bytes", "peak allocated (torch)"),
+            ("peak_reserved_bytes", "peak reserved (torch)"),
+            ("peak_device_bytes", "peak on the device"),
+        )
+        if memory.get(name) is not None
+    ]
+    return [Table("Memory, largest first", tuple(rows), ("", "size", "of peak"), numeric=(1, 2))]
+
+
+def _time_table(answer: Mapping[str, Any]) -> list[Table]:
+    step = answer.get("step") or {}
+    total = answer.get("step_seconds")
+    rows: list[tuple[str, ...]] = []
+
+    def add(label: str, seconds: float | None) -> None:
+        if seconds:
+            rows.append((label, format_seconds(seconds), format_percent(seconds / total) if total else ""))
+
+    for name in ("forward", "backward", "optimizer"):
+        add(name, step.get(f"{name}_seconds"))
+    groups = step.get("by_group_seconds") or {}
+    for name, seconds in sorted(groups.items(), key=lambda item: -(item[1] or 0)):
+        add(f"of which {str(name).replace('_', ' ')}", seconds)
+    tables = [Table("One step", tuple(rows), ("", "time", "of step"), numeric=(1, 2))] if rows else []
+    whole = [
+        (label, format_seconds(answer[name]))
+        for name, label in (
+            ("train_seconds", "training"),
+            ("eval_seconds", "evaluation"),
+            ("save_seconds", "checkpoints"),
+            ("startup_seconds", "start-up"),
+        )
+        if answer.get(name)
+    ]
+    if len(whole) > 1:
+        tables.append(Table("The whole run", tuple(whole), ("", "time"), numeric=(1,)))
+    return tables
+
+
+def _evidence_table(answer: Mapping[str, Any]) -> list[Table]:
+    rows = tuple(
+        (
+            str(item.get("run", "")),
+            f"{item['measured']:.4g}" if item.get("measured") is not None else UNKNOWN,
+            f"{item['estimated']:.4g}" if item.get("estimated") is not None else UNKNOWN,
+            f"{item['distance']:.2f}" if item.get("distance") is not None else UNKNOWN,
+        )
+        for item in answer.get("evidence") or ()
+    )
+    columns = ("run", "measured", "estimated", "distance")
+    return [Table("Nearest measured runs", rows, columns, numeric=(1, 2, 3))] if rows else []
+
+
+def _lists(answer: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    job, assumed = answer["job"], answer.get("assumed") or []
+    values = [f"{name}={_value_text(job.get(name))}" if name in job else str(name) for name in assumed]
+    defaults_of = f" (defaults of {answer['defaults_of']})" if answer.get("defaults_of") else ""
+    return [
+        ("Warnings", [str(warning) for warning in answer.get("warnings") or []]),
+        (f"Assumed{defaults_of}", [", ".join(values)] if values else []),
+    ]
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "+".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+# --- several ----------------------------------------------------------------------------------------------------------
+
+
+def comparison_table(candidates: Sequence[Candidate], *, today: datetime.date | None = None) -> Table:
+    """One line for each candidate, best first; ``*`` marks those that no other beats in both dollars and hours."""
+    rows = []
+    for each in candidates:
+        answer = each.estimate.to_dict() if each.estimate else {}
+        memory = answer.get("memory") or {}
+        price = each.price
+        offer = " ".join(part for part in (price.cloud, price.product, price.tier) if part) if price else "no price"
+        rows.append(
+            (
+                "*" if each.on_pareto_front else "",
+                each.gpu,
+                str(answer.get("verdict") or "error").replace("_", " "),
+                format_gib(memory.get("peak_device_bytes")) if answer else "",
+                _interval(answer, "total_seconds", format_seconds) if answer else each.error,
+                _interval(answer, "total_usd", format_usd) if answer else "",
+                f"{format_usd(each.bill_usd_per_hour)}/h" if price else "",
+                offer,
+                f"{price.as_of}{format_age(price.as_of, today)}" if price else "",
+            )
+        )
+    columns = ("", "GPU", "verdict", "peak", "time", "cost", "billed", "offer", "as of")
+    return Table("Same job, cheapest first (* = nothing is both cheaper and faster)", tuple(rows), columns, (3, 6))
+
+
+def print_table(table: Table, stream: TextIO) -> None:
+    """A rich table on a terminal, aligned text anywhere else."""
+    if not _wants_colour(stream):
+        stream.write(_table_as_text(table) + "\n")
+        return
+    from rich.console import Console
+
+    Console(file=stream, highlight=False).print(_table_for_rich(table))
+
+
+def table_to_markdown(table: Table) -> str:
+    return _table_as_markdown(table) + "\n"
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def _table_as_text(table: Table) -> str:
+    lines = [table.columns, *table.rows] if table.columns else list(table.rows)
+    widths = [max(len(line[index]) for line in lines) for index in range(len(lines[0]))] if lines else []
+    text = [table.title]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if index in table.numeric else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(text)
+
+
+def _list_as_text(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  - {line}" for line in lines)])
+
+
+def _table_as_markdown(table: Table) -> str:
+    num_columns = len(table.columns or table.rows[0])
+    columns = table.columns or ("",) * num_columns
+    rule = ["---:" if index in table.numeric else "---" for index in range(num_columns)]
+    lines = [f"**{_escaped(table.title)}**", ""]
+    lines += ["| " + " | ".join(map(_escaped, line)) + " |" for line in (columns, rule, *table.rows)]
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _table_for_rich(table: Table) -> Any:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(
+        title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.columns)
+    )
+    for index in range(len(table.columns or table.rows[0])):
+        header = table.columns[index] if table.columns else ""
+        shown.add_column(header, justify="right" if index in table.numeric else "left", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    return shown
+
+
+def _wants_colour(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,445 @@
+"""``FTCostCallback``: maps the Trainer's events onto a :class:`LiveRun`. No arithmetic; one error boundary.
+
+The order of events is the Trainer's (transformers 5.24): the batches of a step are fetched before ``on_step_begin``;
+``on_step_end`` comes before ``on_log``, the evaluation with its own ``on_log`` and ``on_evaluate``, and ``on_save``.
+No event is fired for an exception, and ``auto_find_batch_size`` begins again without an end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from transformers import TrainerCallback
+
+from costmodel.errors import CostModelError
+from costmodel.specs import Price
+from ftcost_callback.live_run import Boundary, Identity, LiveRun, Plan, Settings, new_identity
+from ftcost_callback.records import PauseKind
+from ftcost_callback.run_file import read_ledger, read_run, run_file_path
+from ftcost_callback.sinks.base import Sink
+
+_log = logging.getLogger("ftcost_callback")
+
+PRICE_VARIABLE: Final = "FTCOST_USD_PER_GPU_HOUR"
+BILLING_VARIABLE: Final = "FTCOST_BILLING_STARTED_AT"
+_CALLBACK: Final = "callback"  # the part that is everything
+_MAX_PROCESS_AGE_SECONDS: Final = 30 * 24 * 3600.0
+
+_imported_at = time.time()
+_first_session_begun = False
+
+# Which callback measures a model: a second one in the same training does nothing.
+_owners: weakref.WeakKeyDictionary[Any, FTCostCallback] = weakref.WeakKeyDictionary()
+
+_Event = TypeVar("_Event", bound=Callable[..., None])
+
+
+def _guarded(event: _Event) -> _Event:
+    """The boundary: whatever fails in an event of ours, training goes on as if we were not there."""
+
+    @functools.wraps(event)
+    def guarded(self: FTCostCallback, *args: Any, **kwargs: Any) -> None:
+        if not self._boundary.is_on(_CALLBACK):
+            return
+        try:
+            event(self, *args, **kwargs)
+        except Exception as error:
+            self._boundary.failed(_CALLBACK, error)
+
+    return guarded  # type: ignore[return-value]
+
+
+class FTCostCallback(TrainerCallback):
+    """Measures what a training run costs, and holds it against the estimate.
+
+    ``usd_per_gpu_hour``, or ``cloud`` with ``tier``: the price; without one (nor ``FTCOST_USD_PER_GPU_HOUR``), hours
+    only. ``budget_usd``, ``budget_hours``: warn at 50, 80 and 100 % and when the projection exceeds it;
+    ``stop_at_budget``: save and stop at 100 %. ``billing_started_at``: when the machine's bill began (ISO 8601, epoch
+    seconds or ``datetime``; also ``FTCOST_BILLING_STARTED_AT``); default: the start of this process.
+    ``window_steps``: steps that count as recent. ``skip_first_steps``: steps of each session left out of rates.
+    ``dry_run_steps``: stop after so many steps. ``profile_steps``: measure forward-backward and optimizer apart in the
+    first so many steps, which waits for the device there. ``wandb_every``: "log" or "step". ``output_dir``: where
+    ``_ftcost/run.jsonl`` goes, if not the Trainer's.
+
+    Raises :class:`CostModelError` for a wrong argument; after construction it never raises.
+    """
+
+    def __init__(
+        self,
+        usd_per_gpu_hour: float | None = None,
+        *,
+        cloud: str | None = None,
+        tier: Literal["on_demand", "spot", "reserved", "community"] | None = None,
+        budget_usd: float | None = None,
+        budget_hours: float | None = None,
+        stop_at_budget: bool = False,
+        billing_started_at: str | float | datetime.datetime | None = None,
+        window_steps: int = 50,
+        skip_first_steps: int = 1,
+        predict: bool = True,
+        calibration: Any = None,
+        dry_run_steps: int | None = None,
+        profile_steps: int = 0,
+        sample_period_seconds: float = 0.5,
+        expert_load: bool = True,
+        sinks: Sequence[Sink] | None = None,
+        wandb_every: Literal["log", "step"] = "log",
+        wandb_guard: bool = False,
+        detail: Literal["default", "full"] = "default",
+        peak_flops_per_second: float | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        for name, value in (("window_steps", window_steps), ("dry_run_steps", dry_run_steps)):
+            _require(value is None or (isinstance(value, int) and value >= 1), name, value, "a whole number from 1 on")
+        for name, value in (("skip_first_steps", skip_first_steps), ("profile_steps", profile_steps)):
+            _require(isinstance(value, int) and value >= 0, name, value, "a whole number from 0 on")
+        for name, number in (
+            ("budget_usd", budget_usd),
+            ("budget_hours", budget_hours),
+            ("peak_flops_per_second", peak_flops_per_second),
+            ("sample_period_seconds", sample_period_seconds),
+        ):
+            _require(number is None or (math.isfinite(number) and number > 0), name, number, "a number above 0")
+        _require(wandb_every in ("log", "step"), "wandb_every", wandb_every, "'log' or 'step'")
+        _require(detail in ("default", "full"), "detail", detail, "'default' or 'full'")
+        _require(
+            not (stop_at_budget and budget_usd is None and budget_hours is None),
+            "stop_at_budget",
+            stop_at_budget,
+            "given together with budget_usd or budget_hours",
+        )
+        if cloud is not None:
+            from costmodel.catalog import find_cloud
+
+            cloud = find_cloud(cloud)
+        self._settings = Settings(
+            price=_given_price(usd_per_gpu_hour, look_in_environment=cloud is None),
+            cloud=cloud,
+            tier=tier,
+            budget_usd=budget_usd,
+            budget_hours=budget_hours,
+            stop_at_budget=stop_at_budget,
+            window_steps=window_steps,
+            skip_first_steps=skip_first_steps,
+            predict=predict,
+            calibration=calibration,
+            profile_steps=profile_steps,
+            sample_period_seconds=sample_period_seconds,
+            expert_load=expert_load,
+            wandb_every=wandb_every,
+            peak_flops_per_second=peak_flops_per_second,
+        )
+        self._dry_run_steps = dry_run_steps
+        self._billing_started_at = _epoch_seconds(
+            billing_started_at if billing_started_at is not None else os.environ.get(BILLING_VARIABLE) or None
+        )
+        self._sinks: list[Sink] = list(sinks) if sinks is not None else _default_sinks(detail, wandb_guard)
+        self._output_dir = output_dir
+        self._clock: Callable[[], float] = time.monotonic
+        self._wall_clock: Callable[[], float] = time.time
+        self._boundary = Boundary()
+        self._run: LiveRun | None = None
+        self._state: Any = None  # of the training this callback is in
+        self._begun_at_step = 0
+        self._train_batch_size: int | None = None
+        self._has_begun = False
+
+    # --- begin and end ------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # What failed in an earlier training is tried again.
+        self._boundary = Boundary()
+        self._boundary.on_failure(_CALLBACK, self._release)
+        self._begin(args, state, **kwargs)
+
+    @_guarded
+    def _begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+        before, self._run = self._run, None
+        same_run = before.abandon() if before is not None else None
+        self._state, self._begun_at_step = state, state.global_step
+        model = kwargs["model"]
+        owner = _owners.get(model)
+        if owner is not None and owner is not self and owner._state is state:
+            _log.warning("ftcost: there are two FTCostCallbacks in this training; this one does nothing")
+            return
+        if not state.is_world_process_zero:
+            return
+        if owner is not None and owner is not self:
+            owner._release()  # left over from a training that was broken off
+        _owners[model] = self
+        output_dir = self._output_dir if self._output_dir is not None else args.output_dir or "trainer_output"
+        shrunk = args.auto_find_batch_size and state.train_batch_size != self._train_batch_size
+        self._train_batch_size = state.train_batch_size
+        identity = same_run if same_run is not None and shrunk else self._identity(args, state, output_dir)
+        startup_seconds, started_at = (0.0, self._wall_clock()) if identity is same_run else self._startup()
+        self._run = LiveRun(
+            self._settings,
+            identity,
+            Plan.of(args, state),
+            self._boundary,
+            sinks=self._sinks,
+            output_dir=output_dir,
+            clock=self._clock,
+        )
+        loader = kwargs.get("train_dataloader")
+        eval_loader = kwargs.get("eval_dataloader")
+        self._run.begin(
+            model=model,
+            optimizer=kwargs.get("optimizer"),
+            args=args,
+            state=state,
+            train_dataset=getattr(loader, "dataset", None),
+            eval_dataset=getattr(eval_loader, "dataset", None),
+            processing_class=kwargs.get("processing_class"),
+            startup_seconds=startup_seconds,
+            started_at=started_at,
+        )
+
+    @_guarded
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run, self._run = self._run, None
+        self._state = self._train_batch_size = None
+        if run is not None:
+            try:
+                run.end()
+            finally:
+                run.release()
+
+    def _release(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.release()
+
+    def _startup(self) -> tuple[float, float]:
+        """(seconds from the start of the bill to now, epoch seconds of that start)."""
+        global _first_session_begun
+        now = self._wall_clock()
+        is_first, _first_session_begun = not _first_session_begun, True
+        if self._billing_started_at is not None and not self._has_begun:
+            started_at = self._billing_started_at
+            if started_at > now:
+                _log.warning("ftcost: billing_started_at lies in the future; the bill starts now")
+                started_at = now
+        elif is_first:
+            started_at = now - process_age_seconds(now)
+        else:
+            started_at = now  # a later training in one process: what lay between is not this run's
+        self._has_begun = True
+        return now - started_at, started_at
+
+    def _identity(self, args: Any, state: Any, output_dir: str | os.PathLike[str]) -> Identity:
+        """Which run this is: the one whose checkpoint is resumed, or a new one."""
+        if state.global_step == 0:
+            return new_identity()
+        for folder in _checkpoint_candidates(args, state):
+            try:
+                ledger = read_ledger(folder)
+            except CostModelError as error:
+                _log.warning("ftcost: %s", error)
+                continue
+            if ledger is None or ledger.global_step != state.global_step:
+                continue
+            identity = Identity(
+                run_id=ledger.run_id,
+                session_index=ledger.session_index + 1,
+                resumed_from_step=state.global_step,
+                earlier=ledger.totals,
+                earlier_spent_usd=ledger.spent_usd,
+                earlier_energy_joules=ledger.energy_joules,
+                furthest_step=ledger.global_step,
+                crossed_thresholds=ledger.crossed_thresholds,
+            )
+            return _with_unsaved_tail(identity, run_file_path(output_dir))
+        note = (
+            f"resumed from step {state.global_step}, whose checkpoint holds no ledger of ours: "
+            "time, tokens and dollars begin here"
+        )
+        _log.warning("ftcost: %s", note)
+        return Identity(run_id=new_identity().run_id, resumed_from_step=state.global_step, notes=(note,))
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None:
+            self._run.step_begins()
+
+    @_guarded
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None:
+            self._run.micro_batch_ends()
+
+    @_guarded
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None:
+            self._run.phase_ends()
+
+    @_guarded
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None:
+            self._run.phase_ends()
+
+    @_guarded
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Every process counts the same steps, so a dry run stops them all at one.
+        if self._dry_run_steps is not None and state.global_step - self._begun_at_step >= self._dry_run_steps:
+            control.should_training_stop = True
+        if self._run is None:
+            return
+        if self._run.step_ends(state.global_step, pauses_to_come=_pauses_to_come(control)):
+            control.should_save = control.should_training_stop = True
+
+    @_guarded
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None and _pauses_to_come(control):
+            self._run.wait_for_steps()
+
+    # --- pauses -------------------------------------------------------------------------------------------------------
+
+    @_guarded
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        # An evaluation and the end of training log their "*_runtime": those belong to the pause they end.
+        ends_something_else = any(key.endswith("_runtime") for key in logs or ())
+        if self._run is not None and not self._run.in_step and not ends_something_else:
+            self._run.pause("log")
+
+    @_guarded
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None and not self._run.in_step:
+            self._run.pause("eval")
+
+    @_guarded
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if self._run is not None and not self._run.in_step:
+            self._run.pause("eval")
+
+    @_guarded
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None and not self._run.in_step:
+            self._run.pause("save")
+            self._run.save_ledger(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def _pauses_to_come(control: Any) -> frozenset[PauseKind]:
+    flags: tuple[tuple[PauseKind, bool], ...] = (
+        ("log", control.should_log),
+        ("eval", control.should_evaluate),
+        ("save", control.should_save),
+    )
+    return frozenset(kind for kind, is_set in flags if is_set)
+
+
+def _checkpoint_candidates(args: Any, state: Any) -> list[Path]:
+    """Folders the Trainer may have resumed from, the surest first.
+
+    The path given to ``train(resume_from_checkpoint=...)`` is kept in no object that a callback is handed, only in the
+    training loop's own frame; without it, totals would not survive a move of the checkpoint to another folder.
+    """
+    candidates: list[Any] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_inner_training_loop":
+            candidates.append(frame.f_locals.get("resume_from_checkpoint"))
+            break
+        frame = frame.f_back
+    candidates += [args.resume_from_checkpoint, Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"]
+    return [Path(each) for each in candidates if isinstance(each, (str, os.PathLike)) and str(each)]
+
+
+def _with_unsaved_tail(identity: Identity, run_file: Path) -> Identity:
+    """Add what the run did after the checkpoint was written, where its record is at hand."""
+    try:
+        record = read_run(run_file, run_id=identity.run_id)
+    except (CostModelError, OSError):
+        return identity
+    earlier = identity.earlier
+    if earlier is None or record.totals.wall_seconds <= earlier.wall_seconds:
+        return identity
+    last_spent = record.spent_usd
+    return Identity(
+        run_id=identity.run_id,
+        session_index=max(session.session_index for session in record.sessions) + 1,
+        resumed_from_step=identity.resumed_from_step,
+        earlier=record.totals,
+        earlier_spent_usd=last_spent if last_spent is not None else identity.earlier_spent_usd,
+        earlier_energy_joules=identity.earlier_energy_joules,
+        furthest_step=max(identity.furthest_step, record.last_step),
+        crossed_thresholds=identity.crossed_thresholds,
+    )
+
+
+def process_age_seconds(now: float) -> float:
+    """Seconds since this process started; where the system does not say, since this module was imported.
+
+    ``now``: epoch seconds. Linux: field 22 of /proc/self/stat, clock ticks since boot (proc(5)).
+    """
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
+        started_ticks = int(stat.rpartition(")")[2].split()[19])  # the name in brackets may hold spaces
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        age = -1.0
+    return age if 0 <= age <= _MAX_PROCESS_AGE_SECONDS else max(0.0, now - _imported_at)
+
+
+def _require(is_right: bool, name: str, value: object, wanted: str) -> None:
+    if not is_right:
+        raise CostModelError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _given_price(usd_per_gpu_hour: float | None, *, look_in_environment: bool) -> Price | None:
+    value: Any = usd_per_gpu_hour
+    source = "given"
+    if value is None and look_in_environment:
+        value, source = os.environ.get(PRICE_VARIABLE) or None, PRICE_VARIABLE
+    if value is None:
+        return None
+    name = "usd_per_gpu_hour" if source == "given" else source
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    _require(math.isfinite(number) and number > 0, name, value, "a positive number of dollars (leave it out for hours)")
+    return Price(usd_per_gpu_hour=number, usd_per_instance_hour=number, source=source)
+
+
+def _epoch_seconds(moment: str | float | datetime.datetime | None) -> float | None:
+    """Epoch seconds of a moment; a time without a zone is UTC."""
+    if moment is None:
+        return None
+    if isinstance(moment, str):
+        moment = _moment_from_text(moment)
+    if isinstance(moment, datetime.datetime):
+        zoned = moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
+        return zoned.timestamp()
+    _require(math.isfinite(moment), "billing_started_at", moment, "a moment")
+    return float(moment)
+
+
+def _moment_from_text(text: str) -> float | datetime.datetime:
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    except ValueError:
+        raise CostModelError(
+            f"billing_started_at must be ISO 8601 (2026-08-17T09:30:00Z) or epoch seconds, got {text!r}"
+        ) from None
+
+
+def _default_sinks(detail: Literal["default", "full"], wandb_guard: bool) -> list[Sink]:
+    from ftcost_callback.sinks import ConsoleSink, WandbSink
+
+    return [ConsoleSink(), WandbSink(detail)]

@@ -1,0 +1,1071 @@
+"""One session of a measured run: its parts, put together. Told what happens by the callback; knows no Trainer event.
+
+Every part (tokens, experts, GPU, record, prediction, projection, sinks) is called through :class:`Boundary`, so that a
+part that fails is switched off alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from costmodel.specs import Price
+from costmodel.units import SECONDS_PER_HOUR
+from ftcost_callback.budget import BudgetWatch
+from ftcost_callback.comparison import Comparison, Measured, compare
+from ftcost_callback.expert_balance import ExpertBalance, expert_balance
+from ftcost_callback.expert_load import ExpertLoadCounter
+from ftcost_callback.forward_window import ForwardWindow, TrainingForward
+from ftcost_callback.gpu_sampler import GpuSampler, GpuUnavailableError, TorchDevice
+from ftcost_callback.projection import PausePlan, Projection, ProjectionInput, num_remaining_pauses, project
+from ftcost_callback.recorder import StepAggregate, StepRecorder, StepTiming, Totals
+from ftcost_callback.records import (
+    Budget,
+    GpuSample,
+    Pause,
+    PauseKind,
+    Prediction,
+    Row,
+    Session,
+    Step,
+    Summary,
+    TokenCounts,
+    Window,
+)
+from ftcost_callback.run_file import Ledger, RunFile, run_file_path, write_ledger
+from ftcost_callback.sinks.base import FanOut, Sink
+from ftcost_callback.step_clock import CudaStepClock, HostStepClock
+from ftcost_callback.token_counter import PendingTokens, TokenCounter, label_rule
+
+_log = logging.getLogger("ftcost_callback")
+
+REPORT_SECONDS: Final = 10.0  # a report at least this often, also between logging steps
+STEPS_BEFORE_SECOND_PREDICTION: Final = 20
+
+_T = TypeVar("_T")
+
+
+class Boundary:
+    """The one place where an error of ours ends. The part that failed is off from then on, and that is said once."""
+
+    def __init__(self) -> None:
+        self._off: set[str] = set()
+        self._on_failure: dict[str, Callable[[], None]] = {}
+
+    def is_on(self, part: str) -> bool:
+        return part not in self._off
+
+    def on_failure(self, part: str, clean_up: Callable[[], None]) -> None:
+        """What to undo when ``part`` fails."""
+        self._on_failure[part] = clean_up
+
+    def call(self, part: str, function: Callable[[], _T]) -> _T | None:
+        """``function()``, or ``None`` when the part is off or fails now."""
+        if part in self._off:
+            return None
+        try:
+            return function()
+        except Exception as error:
+            self.failed(part, error)
+            return None
+
+    def failed(self, part: str, error: Exception) -> None:
+        if part in self._off:
+            return
+        self._off.add(part)
+        _log.warning(
+            "ftcost: %s switched off for this run (%s: %s); training goes on",
+            part,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
+        clean_up = self._on_failure.get(part)
+        if clean_up is not None:
+            try:
+                clean_up()
+            except Exception:
+                _log.debug("ftcost: cleaning up %s failed", part, exc_info=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The callback's arguments, checked."""
+
+    price: Price | None = None  # given; a cloud's is looked up when the device is known
+    cloud: str | None = None
+    tier: str | None = None
+    budget_usd: float | None = None
+    budget_hours: float | None = None
+    stop_at_budget: bool = False
+    window_steps: int = 50
+    skip_first_steps: int = 1
+    predict: bool = True
+    calibration: Any = None
+    profile_steps: int = 0
+    sample_period_seconds: float = 0.5
+    expert_load: bool = True
+    wandb_every: Literal["log", "step"] = "log"
+    peak_flops_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which run this session belongs to, and what came before it."""
+
+    run_id: str
+    session_index: int = 0
+    resumed_from_step: int | None = None
+    earlier: Totals | None = None
+    earlier_spent_usd: float | None = None
+    earlier_energy_joules: float | None = None
+    furthest_step: int = 0
+    crossed_thresholds: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def new_identity(*notes: str) -> Identity:
+    return Identity(run_id=uuid.uuid4().hex[:12], notes=notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the Trainer will do, read from its arguments and state at the start of a session."""
+
+    max_steps: int | None
+    steps_per_epoch: float | None
+    eval_strategy: str
+    eval_steps: float | None
+    save_strategy: str
+    save_steps: float | None
+    logging_strategy: str
+    logging_steps: float | None
+    dataloader_num_workers: int | None
+    num_processes: int
+    num_devices: int
+    is_data_parallel: bool  # torch's DataParallel: hooks would run in several threads
+
+    @classmethod
+    def of(cls, args: Any, state: Any) -> Plan:
+        max_steps = state.max_steps if state.max_steps and state.max_steps > 0 else None
+        epochs = state.num_train_epochs
+        known = max_steps is not None and epochs and 0 < epochs < 2**31
+        return cls(
+            max_steps=max_steps,
+            steps_per_epoch=max_steps / epochs if max_steps is not None and known else None,
+            eval_strategy=_strategy(args.eval_strategy),
+            eval_steps=state.eval_steps,
+            save_strategy=_strategy(args.save_strategy),
+            save_steps=state.save_steps,
+            logging_strategy=_strategy(args.logging_strategy),
+            logging_steps=state.logging_steps,
+            dataloader_num_workers=args.dataloader_num_workers,
+            num_processes=args.world_size,
+            num_devices=args.world_size * max(1, args.n_gpu),
+            is_data_parallel=args.n_gpu > 1,
+        )
+
+
+def _strategy(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+@dataclass(slots=True)
+class _PendingStep:
+    """A step whose end the device has not told yet."""
+
+    global_step: int
+    mark: Any
+    tokens: PendingTokens
+    data_wait_seconds: float
+    num_micro_batches: int
+    forward_backward_seconds: float | None
+    optimizer_seconds: float | None
+
+
+class LiveRun:
+    """One session. The callback calls the methods in the order of the Trainer's events."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        plan: Plan,
+        boundary: Boundary,
+        *,
+        sinks: Iterable[Sink],
+        output_dir: str | os.PathLike[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._boundary = boundary
+        self._clock = clock
+        self._output_dir = Path(output_dir)
+        self.identity = identity
+        self.recorder = StepRecorder(
+            clock, window_steps=settings.window_steps, skip_first_steps=settings.skip_first_steps
+        )
+        self.window = ForwardWindow(self._open_forward, self._close_forward)
+        self.experts: ExpertLoadCounter | None = None
+        self.tokens: TokenCounter | None = None
+        self.sampler: GpuSampler | None = None
+        self.file: RunFile | None = None
+        self._sinks = FanOut(sinks)
+        self._budget = BudgetWatch(crossed=identity.crossed_thresholds)
+        self._step_clock: HostStepClock | CudaStepClock = HostStepClock(clock)
+        self._device: Any = None
+        self._is_cuda = False
+        self._pending: deque[_PendingStep] = deque()
+        self._host_mark = 0.0
+        self._in_step = False
+        self._pauses_to_come: frozenset[PauseKind] = frozenset()
+        self._data_wait = 0.0
+        self._num_micro_batches = 0
+        self._phase_times: list[float] = []
+        self._num_profiled = 0
+        self._reported_at = 0.0
+        self._last_report_step = 0
+        self._last_step = 0
+        self._first_prediction: Prediction | None = None
+        self._prediction: Prediction | None = None
+        self._job: dict[str, Any] | None = None
+        self._expected_tokens_per_step: float | None = None
+        self._peak_flops_per_second: float | None = None
+        self._usd_per_hour: float | None = None
+        self._peaks = _Peaks()
+        self._energy_joules: float | None = identity.earlier_energy_joules
+        self._throttle_reasons: int | None = None
+        self._gpu = GpuSample()
+        self._balance: ExpertBalance | None = None
+        self._expert_tokens: int | None = 0
+        self._not_recorded_reason: str | None = None
+        self._comparison = Comparison()
+        self._projection = Projection()
+        self._stopped_at_budget = False
+        self._num_sampler_notes = 0
+        self._said_no_tokens = False
+
+    # --- the session begins -------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        args: Any,
+        state: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        startup_seconds: float,
+        started_at: float,
+    ) -> None:
+        """Attach to the live objects and write the first rows. ``started_at``: epoch seconds, where the bill begins."""
+        call = self._boundary.call
+        self.recorder.start(
+            startup_seconds=startup_seconds,
+            earlier=self.identity.earlier,
+            furthest_step=self.identity.furthest_step,
+        )
+        self._last_step = self._last_report_step = state.global_step
+        notes = list(self.identity.notes)
+        self._find_device(args)
+        call("token counter", lambda: self._attach_counters(model, notes))
+        call("GPU sampler", lambda: self._start_sampler(notes))
+        model_facts = call("model facts", lambda: _trainer_adapter().model_facts(model))
+        device_facts = call("device facts", lambda: self._device_facts())
+        self._job = call("job", lambda: self._read_job(model, optimizer, args, state, train_dataset, eval_dataset,
+                                                         processing_class))  # fmt: skip
+        self._first_prediction = self._prediction = (
+            call("prediction", lambda: self._predict("before", state.global_step))
+            if self._settings.predict and self._job is not None
+            else None
+        )
+        price = call("price", lambda: self._resolve_price(notes))
+        self._watch_budget(notes)
+        session = Session(
+            run_id=self.identity.run_id,
+            session_index=self.identity.session_index,
+            resumed_from_step=self.identity.resumed_from_step,
+            started_at=datetime.datetime.fromtimestamp(started_at, datetime.timezone.utc).isoformat(),
+            startup_seconds=startup_seconds,
+            earlier_seconds=self.identity.earlier.seconds if self.identity.earlier is not None else None,
+            earlier_tokens=_token_totals(self.identity.earlier) if self.identity.earlier is not None else None,
+            max_steps=self._plan.max_steps,
+            job=self._job,
+            model=model_facts,
+            device=device_facts,
+            price=price.model_dump() if price is not None else None,
+            budget=self._budget_row(),
+            versions=call("versions", lambda: _trainer_adapter().versions()),
+            notes=notes or None,
+        )
+        call("run record", self._open_file)
+        self._write(session)
+        if self._prediction is not None:
+            self._write(self._prediction)
+        self._sinks.open(session, self._prediction)
+        self._reported_at = self._host_mark = self._clock()
+
+    def _find_device(self, args: Any) -> None:
+        self._device = args.device
+        self._is_cuda = args.device.type == "cuda"
+        if self._is_cuda:
+            clock = self._boundary.call("CUDA step clock", lambda: CudaStepClock.on(self._device, self._clock))
+            self._step_clock = clock if clock is not None else HostStepClock(self._clock)
+            self._peaks = _Peaks(self._device)
+
+    def _attach_counters(self, model: Any, notes: list[str]) -> None:
+        if self._plan.is_data_parallel:
+            notes.append(
+                "tokens and expert load are not counted under torch's DataParallel; launch one process per GPU"
+            )
+            return
+        if self._plan.num_processes > 1:
+            notes.append(f"{self._plan.num_processes} processes: tokens and experts are those of the main process")
+        self.tokens = TokenCounter(label_rule(model), use_num_items_in_batch=self._plan.num_processes == 1)
+        self._boundary.on_failure("token counter", self._drop_tokens)
+        self.window.attach(model)
+        if self._settings.expert_load:
+            self._boundary.on_failure("expert load", self._drop_experts)
+            self.experts = self._boundary.call("expert load", lambda: self._attach_experts(model))
+
+    def _attach_experts(self, model: Any) -> ExpertLoadCounter:
+        experts = ExpertLoadCounter()
+        experts.attach(model)
+        return experts
+
+    def _drop_tokens(self) -> None:
+        self.tokens = None
+
+    def _drop_experts(self) -> None:
+        experts, self.experts = self.experts, None
+        if experts is not None:
+            experts.detach()
+
+    def _open_forward(self, forward: TrainingForward) -> None:
+        if self.tokens is not None:
+            tokens = self.tokens
+            self._boundary.call("token counter", lambda: tokens.open_forward(forward))
+        if self.experts is not None:
+            experts = self.experts
+            self._boundary.call("expert load", lambda: experts.open_forward(forward))
+
+    def _close_forward(self) -> None:
+        if self.experts is not None:
+            self._boundary.call("expert load", self.experts.close_forward)
+
+    def _start_sampler(self, notes: list[str]) -> None:
+        if not self._is_cuda:
+            return
+        sampler = GpuSampler(TorchDevice.of(self._device), period_seconds=self._settings.sample_period_seconds)
+        try:
+            sampler.open()
+        except GpuUnavailableError as unavailable:
+            notes.append(str(unavailable))
+            _log.info("ftcost: %s", unavailable)
+            return
+        notes.extend(sampler.notes)
+        self._num_sampler_notes = len(sampler.notes)
+        sampler.start()
+        self.sampler = sampler
+        self._boundary.on_failure("GPU sampler", sampler.close)
+
+    def _device_facts(self) -> dict[str, Any]:
+        facts = dict(_trainer_adapter().device_facts(self._device))
+        if self._settings.peak_flops_per_second is not None:
+            facts |= {"peak_flops_per_second": self._settings.peak_flops_per_second, "peak_source": "given"}
+        self._peak_flops_per_second = facts.get("peak_flops_per_second")
+        return facts
+
+    def _read_job(
+        self,
+        model: Any,
+        optimizer: Any,
+        args: Any,
+        state: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+    ) -> dict[str, Any]:
+        job = _trainer_adapter().job_from_objects(
+            model=model,
+            args=args,
+            optimizer=optimizer,
+            state=state,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+        )
+        job = dict(job)
+        if self._settings.price is not None:
+            job["usd_per_gpu_hour"] = self._settings.price.usd_per_gpu_hour
+        elif self._settings.cloud is not None:
+            job["cloud"] = self._settings.cloud
+            if self._settings.tier is not None:
+                job["tier"] = self._settings.tier
+        return job
+
+    def _predict(self, basis: Literal["before", "tokens_seen"], global_step: int) -> Prediction:
+        from costmodel.estimation import estimate
+
+        assert self._job is not None
+        job = dict(self._job)
+        if basis == "tokens_seen":
+            job |= _lengths_seen(self.recorder.session)
+        if self._settings.calibration is not None:
+            job["calibration"] = self._settings.calibration
+        answer: dict[str, Any] = estimate(job).to_dict()
+        if basis == "before" and job.get("lengths") is not None:
+            self._expected_tokens_per_step = answer.get("num_tokens_per_step")
+        return Prediction(basis=basis, global_step=global_step, estimate=answer)
+
+    def _resolve_price(self, notes: list[str]) -> Price | None:
+        from costmodel.catalog import bill_usd_per_hour, find_price
+
+        price = self._settings.price
+        if price is None and self._settings.cloud is not None:
+            gpu = self._job.get("gpu") if self._job is not None else None
+            if gpu is None:
+                notes.append(f"no price: the device is not known, so {self._settings.cloud!r} cannot be looked up")
+                return None
+            price = find_price(
+                gpu, cloud=self._settings.cloud, tier=self._settings.tier, num_gpus=self._plan.num_devices
+            )
+        if price is not None:
+            self._usd_per_hour = bill_usd_per_hour(price, self._plan.num_devices)
+        return price
+
+    def _watch_budget(self, notes: list[str]) -> None:
+        budget_usd = self._settings.budget_usd
+        if budget_usd is not None and self._usd_per_hour is None:
+            notes.append("budget_usd is not watched: there is no price; give usd_per_gpu_hour or cloud")
+            _log.warning("ftcost: %s", notes[-1])
+            budget_usd = None
+        stop = self._settings.stop_at_budget
+        if stop and self._plan.num_processes > 1:
+            # The processes' clocks differ: one would stop a step before the others, which then wait for it for ever.
+            notes.append("stop_at_budget only warns with several processes, which would not stop at the same step")
+            _log.warning("ftcost: %s", notes[-1])
+            stop = False
+        self._budget = BudgetWatch(
+            budget_usd=budget_usd,
+            budget_hours=self._settings.budget_hours,
+            stop_at_budget=stop,
+            crossed=self.identity.crossed_thresholds,
+        )
+
+    def _budget_row(self) -> dict[str, Any] | None:
+        row = {
+            "usd": self._settings.budget_usd,
+            "hours": self._settings.budget_hours,
+            "stop_at_budget": self._settings.stop_at_budget,
+        }
+        return row if self._settings.budget_usd is not None or self._settings.budget_hours is not None else None
+
+    def _open_file(self) -> None:
+        self.file = RunFile(run_file_path(self._output_dir))
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """The batches of the next step have arrived."""
+        now = self._clock()
+        self._data_wait = max(0.0, now - self._host_mark)
+        self._in_step = True
+        self._num_micro_batches = 1
+        self._phase_times = [now] if self._num_profiled < self._settings.profile_steps else []
+        self._wait_if_profiling()
+
+    def micro_batch_ends(self) -> None:
+        """A micro-batch that is not the step's last has ended."""
+        self._num_micro_batches += 1
+
+    def phase_ends(self) -> None:
+        """Backward or optimizer has ended; waits for the device while profiling."""
+        if self._phase_times:
+            self._wait_if_profiling()
+            self._phase_times.append(self._clock())
+
+    def _wait_if_profiling(self) -> None:
+        if self._phase_times and self._is_cuda:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    @property
+    def in_step(self) -> bool:
+        """Between the begin and the end of a step: what is logged there is the user's own affair."""
+        return self._in_step
+
+    def step_ends(self, global_step: int, *, pauses_to_come: frozenset[PauseKind] = frozenset()) -> bool:
+        """The optimizer has stepped; ``pauses_to_come`` follow it. True: training should stop (and save)."""
+        log_follows = "log" in pauses_to_come
+        self._pauses_to_come = pauses_to_come
+        tokens = None
+        if self.tokens is not None:
+            tokens = self._boundary.call("token counter", self.tokens.take_step)
+        self._pending.append(
+            _PendingStep(
+                global_step=global_step,
+                tokens=tokens if tokens is not None else PendingTokens(TokenCounts()),
+                mark=self._step_clock.mark(),
+                data_wait_seconds=self._data_wait,
+                num_micro_batches=self._num_micro_batches,
+                forward_backward_seconds=self._phase(0),
+                optimizer_seconds=self._phase(1),
+            )
+        )
+        self._num_profiled += bool(self._phase_times)
+        self._in_step = False
+        self._last_step = global_step
+        rows = self._resolve_steps(wait=bool(pauses_to_come))
+        if pauses_to_come:
+            self._boundary.call("peak memory", self._peaks.step_ends)
+        stop, reported = self._after_steps(rows, log_follows=log_follows)
+        self._host_mark = self._clock()
+        if reported and not log_follows:
+            self.pause("log")  # our own report, which no pause of the Trainer follows
+        return stop
+
+    def _phase(self, index: int) -> float | None:
+        times = self._phase_times
+        return times[index + 1] - times[index] if len(times) > index + 1 else None
+
+    def _resolve_steps(self, *, wait: bool) -> list[Step]:
+        """Hand the steps whose end is known to the recorder, in order."""
+        rows = []
+        while self._pending:
+            step = self._pending[0]
+            ended_at = self._ended_at(step.mark, wait=wait)
+            if ended_at is None:
+                break
+            self._pending.popleft()
+            counts = self._boundary.call("token counter", step.tokens.read)
+            timing = self.recorder.step(
+                step.global_step, data_wait_seconds=step.data_wait_seconds, tokens=counts, ended_at=ended_at
+            )
+            self._note_missing_tokens(timing.tokens)
+            if self._expert_tokens is not None:
+                real = timing.tokens.num_non_padding_tokens
+                self._expert_tokens = self._expert_tokens + real if real is not None else None
+            rows.append(self._step_row(step, timing))
+        return rows
+
+    def _ended_at(self, mark: Any, *, wait: bool) -> float | None:
+        # A device without an event clock of ours is only read where the Trainer reads it too.
+        if not self._is_cuda and self._device.type != "cpu" and not wait:
+            return None
+        return self._step_clock.ended_at(mark, wait=wait)
+
+    def _note_missing_tokens(self, tokens: TokenCounts) -> None:
+        if self.tokens is None or self._said_no_tokens or tokens.num_tokens is not None:
+            return
+        self._said_no_tokens = True
+        if self.tokens.saw_forward:
+            _log.warning("ftcost: the model is not given input_ids, so samples are counted and tokens are not")
+        else:
+            _log.warning(
+                "ftcost: no training forward of the model was seen (compiled before the callback attached?); "
+                "tokens are not counted"
+            )
+
+    def _step_row(self, step: _PendingStep, timing: StepTiming) -> Step:
+        return Step(
+            global_step=timing.global_step,
+            session_index=self.identity.session_index,
+            step_seconds=timing.step_seconds,
+            data_wait_seconds=timing.data_wait_seconds,
+            num_micro_batches=step.num_micro_batches,
+            num_tokens=timing.tokens.num_tokens,
+            num_non_padding_tokens=timing.tokens.num_non_padding_tokens,
+            num_supervised_tokens=timing.tokens.num_supervised_tokens,
+            num_samples=timing.tokens.num_samples,
+            longest_sequence_tokens=timing.tokens.longest_sequence_tokens,
+            forward_backward_seconds=step.forward_backward_seconds,
+            optimizer_seconds=step.optimizer_seconds,
+            repeated=True if timing.repeated else None,
+            elapsed_seconds=timing.elapsed_seconds,
+            spent_usd=self._spent_usd(timing.elapsed_seconds),
+        )
+
+    def _after_steps(self, rows: list[Step], *, log_follows: bool) -> tuple[bool, bool]:
+        """Report if one is due, write the rows, watch the budget. (stop training, a report was made)."""
+        report_due = (
+            bool(rows)
+            and self.recorder.session.num_steps > 0
+            and (
+                log_follows
+                or self._settings.wandb_every == "step"
+                or self._clock() - self._reported_at >= REPORT_SECONDS
+            )
+        )
+        if report_due:
+            last = rows[-1]
+            completed = self._boundary.call("report", lambda: self._report(last, with_experts=log_follows))
+            rows[-1] = completed if completed is not None else last
+        for row in rows:
+            self._write(row)
+        return self._check_budget(), report_due
+
+    # --- pauses -------------------------------------------------------------------------------------------------------
+
+    def wait_for_steps(self) -> None:
+        """A pause begins: the steps before it are over, or are waited for."""
+        if self._pending:
+            for row in self._resolve_steps(wait=True):
+                self._write(row)
+            self._boundary.call("peak memory", self._peaks.step_ends)
+
+    def pause(self, kind: PauseKind) -> None:
+        """What passed since the last step or pause was a pause of this kind."""
+        self.wait_for_steps()
+        seconds = self.recorder.pause(kind, global_step=self._last_step)
+        self._write(Pause(kind=kind, global_step=self._last_step, seconds=seconds))
+        self._pauses_to_come -= {kind}
+        self._boundary.call("peak memory", self._peaks.pause_ends)
+        self._host_mark = self._clock()
+
+    def save_ledger(self, checkpoint_dir: Path) -> None:
+        """Beside the checkpoint just written."""
+
+        def write() -> None:
+            if checkpoint_dir.is_dir():
+                write_ledger(checkpoint_dir, self.ledger())
+
+        self._boundary.call("checkpoint ledger", write)
+
+    def ledger(self) -> Ledger:
+        totals = self.recorder.totals
+        return Ledger(
+            run_id=self.identity.run_id,
+            session_index=self.identity.session_index,
+            global_step=self._last_step,
+            totals=totals,
+            spent_usd=self._spent_usd(totals.wall_seconds),
+            energy_joules=self._energy_joules,
+            crossed_thresholds=self._budget.crossed,
+        )
+
+    # --- the session ends ---------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """In order: the last report, the summary, then everything is let go."""
+        self.wait_for_steps()
+        if self._last_step > self._last_report_step:
+            self._boundary.call("report", lambda: self._report(None, with_experts=True))
+        seconds = self.recorder.close()
+        self._write(Pause(kind="other", global_step=self._last_step, seconds=seconds))
+        summary = self._boundary.call("summary", self._summary)
+        if summary is not None:
+            self._write(summary)
+            self._sinks.close(summary)
+        self.release()
+
+    def abandon(self) -> Identity:
+        """Training was broken off without an end; the identity of a session that goes on with the same run."""
+        self.wait_for_steps()
+        seconds = self.recorder.close()
+        self._write(Pause(kind="other", global_step=self._last_step, seconds=seconds))
+        self.release()
+        return Identity(
+            run_id=self.identity.run_id,
+            session_index=self.identity.session_index + 1,
+            earlier=self.recorder.totals,
+            earlier_spent_usd=self._spent_usd(self.recorder.totals.wall_seconds),
+            earlier_energy_joules=self._energy_joules,
+            furthest_step=max(self.identity.furthest_step, self._last_step),
+            crossed_thresholds=self._budget.crossed,
+        )
+
+    def release(self) -> None:
+        """Hooks, thread and file are gone. May be called at any time, more than once."""
+        for let_go in (
+            self.window.detach,
+            self._drop_experts,
+            *((self.sampler.close,) if self.sampler is not None else ()),
+            *((self.file.close,) if self.file is not None else ()),
+        ):
+            try:
+                let_go()
+            except Exception:
+                _log.debug("ftcost: letting go failed", exc_info=True)
+        self.sampler = self.file = None
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _report(self, row: Step | None, *, with_experts: bool) -> Step | None:
+        """Take stock, tell the sinks, and complete the last step's row with what is known only now."""
+        extra: dict[str, Any] = {}
+        if with_experts:
+            self._boundary.call("expert load", lambda: self._take_experts(extra))
+        self._boundary.call("GPU sampler", self._take_gpu)
+        self._boundary.call("peak memory", self._peaks.step_ends)
+        report = self.recorder.take_report()
+        if self._second_prediction_is_due():
+            self._boundary.call("prediction", self._predict_again)
+        estimate = self._prediction.estimate if self._prediction is not None else None
+        mfu, hfu = self._utilisation(report)
+        compared = self._boundary.call(
+            "comparison", lambda: compare(estimate, self._measured(self.recorder.session, mfu))
+        )
+        self._comparison = compared if compared is not None else Comparison()
+        projected = self._boundary.call("projection", lambda: project(self._known()))
+        self._projection = projected if projected is not None else Projection()
+        self._reported_at, self._last_report_step = self._clock(), self._last_step
+        self._sinks.log(self._window(report, mfu, hfu), extra)
+        if row is None:
+            return None
+        return dataclasses.replace(
+            row,
+            busy_fraction=self._gpu.busy_fraction,
+            sm_active_fraction=self._gpu.sm_active_fraction,
+            memory_used_bytes=self._gpu.memory_used_bytes,
+            power_watts=self._gpu.power_watts,
+            energy_joules=self._gpu.energy_joules,
+            throttle_reasons=self._gpu.throttle_reasons,
+            peak_allocated_bytes=self._peaks.allocated_bytes,
+            peak_reserved_bytes=self._peaks.reserved_bytes,
+            mfu=mfu,
+            hfu=hfu,
+            projected_total_usd=self._projection.projected_usd,
+            projected_total_usd_low=self._projection.projected_usd_low,
+            projected_total_usd_high=self._projection.projected_usd_high,
+            projected_total_seconds=self._projection.projected_total_seconds,
+            projected_total_seconds_low=self._projection.projected_total_seconds_low,
+            projected_total_seconds_high=self._projection.projected_total_seconds_high,
+        )
+
+    def _take_experts(self, extra: dict[str, Any]) -> None:
+        if self.experts is None:
+            return
+        expected, self._expert_tokens = self._expert_tokens, 0
+        self._balance = None
+        load = self.experts.take(self._last_step, num_non_padding_tokens=expected)
+        if load is None or (load.status == "not_recorded" and load.reason == self._not_recorded_reason):
+            return
+        if load.status == "not_recorded":
+            self._not_recorded_reason = load.reason
+            _log.warning("ftcost: expert load is not recorded: %s", load.reason)
+        else:
+            self._balance = expert_balance(load.tokens_per_expert)
+            extra["expert_load"] = load
+        self._write(load)
+
+    def _take_gpu(self) -> None:
+        if self.sampler is None:
+            return
+        self._gpu = self.sampler.take_window()
+        if self._gpu.energy_joules is not None:
+            self._energy_joules = (self._energy_joules or 0.0) + self._gpu.energy_joules
+        if self._gpu.throttle_reasons is not None:
+            self._throttle_reasons = (self._throttle_reasons or 0) | self._gpu.throttle_reasons
+        for note in self.sampler.notes[self._num_sampler_notes :]:
+            _log.info("ftcost: %s", note)
+        self._num_sampler_notes = len(self.sampler.notes)
+
+    def _second_prediction_is_due(self) -> bool:
+        return (
+            self._first_prediction is not None
+            and self._prediction is self._first_prediction
+            and self.recorder.session.num_steps >= STEPS_BEFORE_SECOND_PREDICTION
+            and bool(_lengths_seen(self.recorder.session))
+        )
+
+    def _predict_again(self) -> None:
+        self._prediction = self._predict("tokens_seen", self._last_step)
+        self._write(self._prediction)
+        self._sinks.prediction(self._prediction)
+
+    def _utilisation(self, report: StepAggregate) -> tuple[float | None, float | None]:
+        """(mfu, hfu) of the steps in ``report``, on this process's tokens and one device's peak."""
+        if self._prediction is None:
+            return None, None
+        estimate = self._prediction.estimate
+        tokens_per_second = report.per_second(report.num_tokens)
+        predicted_tokens = estimate.get("num_tokens_per_step")
+        return (
+            utilisation(estimate.get("model_flops_per_step"), predicted_tokens, tokens_per_second,
+                        self._peak_flops_per_second),
+            utilisation(estimate.get("hardware_flops_per_step"), predicted_tokens, tokens_per_second,
+                        self._peak_flops_per_second),
+        )  # fmt: skip
+
+    def _measured(self, steps: StepAggregate, mfu: float | None) -> Measured:
+        return Measured(
+            num_steps=steps.num_steps,
+            step_seconds=steps.step_seconds,
+            data_wait_seconds=steps.data_wait_seconds,
+            num_tokens_per_step=steps.per_step(steps.num_tokens),
+            num_non_padding_tokens_per_step=steps.per_step(steps.num_non_padding_tokens),
+            tokens_per_second=steps.per_second(steps.num_tokens),
+            non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
+            peak_allocated_bytes=self._peaks.allocated_bytes,
+            peak_reserved_bytes=self._peaks.reserved_bytes,
+            load_max_over_mean=self._balance.load_max_over_mean if self._balance is not None else None,
+            throttle_reasons=self._throttle_reasons,
+            busy_fraction=self._gpu.busy_fraction,
+            mfu=mfu,
+            dataloader_num_workers=self._plan.dataloader_num_workers,
+        )
+
+    def _known(self) -> ProjectionInput:
+        recorder = self.recorder
+        before = self._first_prediction.estimate if self._first_prediction is not None else {}
+        elapsed = recorder.elapsed_seconds
+        return ProjectionInput(
+            steps_done=self._last_step,
+            max_steps=self._plan.max_steps,
+            elapsed_seconds=elapsed,
+            moments=recorder.moments,
+            recent_step_seconds=recorder.recent_step_seconds,
+            recent_num_tokens=recorder.recent_num_tokens,
+            expected_tokens_per_step=self._expected_tokens_per_step,
+            pauses=tuple(self._pause_plan(kind, before) for kind in ("eval", "save", "log")),
+            spent_usd=self._spent_usd(elapsed),
+            usd_per_hour=self._usd_per_hour,
+            predicted_total_seconds=before.get("total_seconds"),
+            predicted_total_seconds_low=before.get("total_seconds_low"),
+            predicted_total_seconds_high=before.get("total_seconds_high"),
+            predicted_startup_seconds=before.get("startup_seconds"),
+        )
+
+    def _pause_plan(self, kind: PauseKind, estimate: Mapping[str, Any]) -> PausePlan:
+        plan = self._plan
+        strategy, every = {
+            "eval": (plan.eval_strategy, plan.eval_steps),
+            "save": (plan.save_strategy, plan.save_steps),
+            "log": (plan.logging_strategy, plan.logging_steps),
+        }[kind]
+
+        def still_to_come(steps_done: int) -> int:
+            return num_remaining_pauses(
+                strategy,
+                every_steps=every,
+                steps_done=steps_done,
+                max_steps=plan.max_steps,
+                steps_per_epoch=plan.steps_per_epoch,
+                also_at_the_end=kind != "log",
+            )
+
+        predicted, num_planned = estimate.get(f"{kind}_seconds"), still_to_come(0)
+        return PausePlan(
+            kind=kind,
+            num_remaining=still_to_come(self._last_step) + (kind in self._pauses_to_come),
+            measured_seconds=self.recorder.pause_seconds(kind),
+            predicted_seconds=predicted / num_planned if predicted and num_planned else None,
+        )
+
+    def _spent_usd(self, elapsed_seconds: float) -> float | None:
+        """Dollars of the run after ``elapsed_seconds``; earlier sessions at what they had cost."""
+        if self._usd_per_hour is None:
+            return None
+        earlier = self.identity.earlier
+        if earlier is None or self.identity.earlier_spent_usd is None:
+            return elapsed_seconds / SECONDS_PER_HOUR * self._usd_per_hour
+        since = elapsed_seconds - earlier.wall_seconds
+        return self.identity.earlier_spent_usd + since / SECONDS_PER_HOUR * self._usd_per_hour
+
+    def _window(self, report: StepAggregate, mfu: float | None, hfu: float | None) -> Window:
+        totals, projection, balance = self.recorder.totals, self._projection, self._balance
+        elapsed = self.recorder.elapsed_seconds
+        spent = self._spent_usd(elapsed)
+        return Window(
+            global_step=self._last_step,
+            max_steps=self._plan.max_steps,
+            num_steps=report.num_steps,
+            step_seconds=report.step_seconds,
+            tokens_per_second=report.per_second(report.num_tokens),
+            non_padding_tokens_per_second=report.per_second(report.num_non_padding_tokens),
+            supervised_tokens_per_second=report.per_second(report.num_supervised_tokens),
+            samples_per_second=report.per_second(report.num_samples),
+            data_wait_fraction=report.data_wait_fraction,
+            mfu=mfu,
+            hfu=hfu,
+            step_seconds_measured_over_predicted=self._comparison.ratios.get("step_seconds"),
+            spent_usd=spent,
+            projected_usd=projection.projected_usd,
+            projected_usd_low=projection.projected_usd_low,
+            projected_usd_high=projection.projected_usd_high,
+            predicted_usd=self._first_prediction.estimate.get("total_usd") if self._first_prediction else None,
+            usd_per_million_supervised_tokens=(
+                spent / totals.num_supervised_tokens * 1e6
+                if spent is not None and totals.num_supervised_tokens
+                else None
+            ),
+            elapsed_seconds=elapsed,
+            remaining_seconds=projection.remaining_seconds,
+            projected_total_seconds=projection.projected_total_seconds,
+            eval_seconds=totals.eval_seconds,
+            save_seconds=totals.save_seconds,
+            other_seconds=totals.other_seconds,
+            busy_fraction=self._gpu.busy_fraction,
+            sm_active_fraction=self._gpu.sm_active_fraction,
+            memory_used_bytes=self._gpu.memory_used_bytes,
+            peak_allocated_bytes=self._peaks.allocated_bytes,
+            power_watts=self._gpu.power_watts,
+            peak_memory_measured_over_predicted=self._comparison.ratios.get("peak_allocated_bytes"),
+            load_max_over_mean=balance.load_max_over_mean if balance is not None else None,
+            load_cv=balance.load_cv if balance is not None else None,
+            dead_expert_fraction=balance.dead_expert_fraction if balance is not None else None,
+            load_entropy=balance.load_entropy if balance is not None else None,
+            verdict=self._comparison.verdict,
+        )
+
+    def _check_budget(self) -> bool:
+        elapsed = self.recorder.elapsed_seconds
+        projection = self._projection
+        crossed = self._boundary.call(
+            "budget",
+            lambda: self._budget.check(
+                global_step=self._last_step,
+                elapsed_seconds=elapsed,
+                spent_usd=self._spent_usd(elapsed),
+                projected_seconds=projection.projected_total_seconds,
+                projected_seconds_low=projection.projected_total_seconds_low,
+                projected_usd=projection.projected_usd,
+                projected_usd_low=projection.projected_usd_low,
+                num_measured_steps=self.recorder.session.num_steps,
+            ),
+        )
+        for row in crossed or ():
+            self._write(row)
+            _log.warning("ftcost: %s", _budget_sentence(row))
+            self._sinks.alert(row)
+            self._stopped_at_budget = self._stopped_at_budget or row.action == "stopped"
+        return self._stopped_at_budget
+
+    def _summary(self) -> Summary:
+        totals, steps = self.recorder.totals, self.recorder.session
+        predictions = {each.basis: each for each in (self._first_prediction, self._prediction) if each is not None}
+        mfu, _ = self._utilisation(steps)
+        measured = self._measured(steps, mfu)
+        finished = self._plan.max_steps is not None and self._last_step >= self._plan.max_steps
+        spent = self._spent_usd(totals.wall_seconds)
+        ratios: dict[str, dict[str, float]] = {}
+        for basis, prediction in predictions.items():
+            ratios[basis] = dict(compare(prediction.estimate, measured).ratios)
+            if finished:
+                for name, value in (("total_seconds", totals.wall_seconds), ("total_usd", spent)):
+                    predicted = prediction.estimate.get(name)
+                    if value is not None and predicted:
+                        ratios[basis][name] = value / predicted
+        status: Literal["finished", "stopped_at_budget", "stopped"] = "finished" if finished else "stopped"
+        return Summary(
+            global_step=self._last_step,
+            num_sessions=self.identity.session_index + 1,
+            wall_seconds=totals.wall_seconds,
+            train_seconds=totals.train_seconds,
+            data_wait_seconds=totals.data_wait_seconds,
+            eval_seconds=totals.eval_seconds,
+            save_seconds=totals.save_seconds,
+            log_seconds=totals.log_seconds,
+            startup_seconds=totals.startup_seconds,
+            other_seconds=totals.other_seconds,
+            wasted_seconds=totals.wasted_seconds,
+            num_steps=totals.num_steps,
+            num_tokens=totals.num_tokens,
+            num_non_padding_tokens=totals.num_non_padding_tokens,
+            num_supervised_tokens=totals.num_supervised_tokens,
+            spent_usd=spent,
+            step_seconds_mean=steps.step_seconds,
+            first_step_seconds=self.recorder.first_step_seconds,
+            non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
+            mfu=mfu,
+            peak_allocated_bytes=self._peaks.allocated_bytes,
+            peak_reserved_bytes=self._peaks.reserved_bytes,
+            energy_joules=self._energy_joules,
+            measured_over_predicted=ratios or None,
+            verdict=self._comparison.verdict,
+            status="stopped_at_budget" if self._stopped_at_budget else status,
+        )
+
+    def _write(self, row: Row) -> None:
+        if self.file is not None:
+            file = self.file
+            self._boundary.call("run record", lambda: file.append(row))
+
+
+class _Peaks:
+    """torch's high-water marks over the training steps. The counters belong to the process and are never reset.
+
+    A mark that rose during a pause (an evaluation may need more) is not a training step's: it is only taken over once
+    a step has raised it further.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self._device = device
+        self._after_pause = (0, 0)
+        self.allocated_bytes: int | None = None
+        self.reserved_bytes: int | None = None
+
+    def _read(self) -> tuple[int, int]:
+        import torch
+
+        return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+
+    def step_ends(self) -> None:
+        if self._device is None:
+            return
+        allocated, reserved = self._read()
+        if allocated > self._after_pause[0]:
+            self.allocated_bytes = allocated
+        if reserved > self._after_pause[1]:
+            self.reserved_bytes = reserved
+
+    def pause_ends(self) -> None:
+        if self._device is not None:
+            self._after_pause = self._read()
+
+
+def utilisation(
+    flops_per_step: float | None,
+    tokens_per_step: float | None,
+    tokens_per_second: float | None,
+    peak_flops_per_second: float | None,
+) -> float | None:
+    """``flops_per_step / tokens_per_step * tokens_per_second / peak``; ``None`` when a factor is unknown."""
+    if not flops_per_step or not tokens_per_step or tokens_per_second is None or not peak_flops_per_second:
+        return None
+    return flops_per_step / tokens_per_step * tokens_per_second / peak_flops_per_second
+
+
+def _lengths_seen(steps: StepAggregate) -> dict[str, Any]:
+    """Job fields from the tokens of the measured steps; empty when they were not shown."""
+    real, samples, longest = steps.num_non_padding_tokens, steps.num_samples, steps.longest_sequence_tokens
+    if not real or not samples or longest is None:
+        return {}
+    fields: dict[str, Any] = {"lengths": {"mean": min(real / samples, float(longest)), "max": longest}}
+    if steps.num_supervised_tokens:
+        fields["supervised_fraction"] = min(1.0, steps.num_supervised_tokens / real)
+    return fields
+
+
+def _token_totals(totals: Totals) -> dict[str, int]:
+    names = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens")
+    return {name: value for name in names if (value := getattr(totals, name)) is not None}
+
+
+def _budget_sentence(row: Budget) -> str:
+    unit = "USD" if row.kind == "usd" else "hours"
+    limit = f"the budget of {row.limit:g} {unit}"
+    if row.threshold == "projected":
+        return f"the run is projected to take {row.projected:.2f} {unit}, over {limit} (step {row.global_step})"
+    sentence = f"{row.spent:.2f} {unit} are spent: {row.threshold} of {limit} (step {row.global_step})"
+    return sentence + ("; saving and stopping" if row.action == "stopped" else "")
+
+
+def _trainer_adapter() -> Any:
+    from ftcost_callback import trainer_adapter
+
+    return trainer_adapter

@@ -1,0 +1,206 @@
+"""One run as the report shows it: the figures that more than one section uses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ftcost_callback.report_numbers import percent
+from ftcost_callback.report_series import RunSeries, Totals, finite, pairs_of
+
+LEAST_SHARE: Final = 0.01
+"""A saving below this share of the wall time is not proposed."""
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """One run with the figures that several sections share."""
+
+    series: RunSeries
+    totals: Totals
+    id: str
+
+    @property
+    def name(self) -> str:
+        model = self.series.session("job").get("model")
+        if isinstance(model, dict):
+            model = model.get("_name_or_path") or model.get("model_type")
+        model = model or self.series.session("model").get("class")
+        return str(model) if model else f"run {self.series.run_id or self.series.path.stem}"
+
+    @property
+    def before(self) -> dict[str, Any]:
+        return self.series.prediction("before")
+
+    @property
+    def tokens_seen(self) -> dict[str, Any]:
+        return self.series.prediction("tokens_seen")
+
+    @property
+    def best_prediction(self) -> dict[str, Any]:
+        return self.tokens_seen or self.before
+
+    @property
+    def num_steps_done(self) -> int | None:
+        last = self.series.summary_value("global_step") or max(self.series.measured("global_step"), default=0)
+        return int(last) or None
+
+    @property
+    def max_steps(self) -> int | None:
+        steps = finite(self.series.session_value("max_steps"))
+        return int(steps) if steps and steps > 0 else None
+
+    @property
+    def status(self) -> str:
+        if self.series.summary is None:
+            of = f" of {self.max_steps:,}" if self.max_steps else ""
+            done = f"step {self.num_steps_done:,}{of}" if self.num_steps_done else "no step was finished"
+            return f"no summary yet (running or killed), {done}"
+        status = str(self.series.summary.get("status", "finished")).replace("_", " ")
+        return f"{status} at step {self.num_steps_done:,}" if self.num_steps_done else status
+
+    @property
+    def final_usd(self) -> float | None:
+        """Dollars of the whole run: spent when it is complete, else projected."""
+        return self.totals.spent_usd if self.is_complete else self.series.last("projected_total_usd")
+
+    @property
+    def final_seconds(self) -> float | None:
+        return self.totals.wall_seconds if self.is_complete else self.series.last("projected_total_seconds")
+
+    @property
+    def is_over(self) -> bool:
+        """A summary was written: nothing is spent on this run any more."""
+        return self.series.summary is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """It ran to its end, so that its cost can be held against the prediction of the whole."""
+        return self.totals.finished
+
+    @property
+    def steady_step_seconds(self) -> float | None:
+        """Mean step, the first step of each session left out; the summary's own figure where there is one."""
+        said = self.series.summary_value("step_seconds_mean")
+        if said is not None:
+            return said
+        columns = self.series.columns
+        sessions, seconds = columns["session_index"], columns["step_seconds"]
+        kept = [seconds[place] for place in range(1, len(seconds)) if sessions[place] == sessions[place - 1]]
+        kept = kept or self.series.measured("step_seconds")
+        return statistics.fmean(kept) if kept else None
+
+    def tokens_per_second(self, name: str) -> float | None:
+        """Tokens of that kind over training time (data wait inside, pauses outside), the whole run."""
+        said = self.series.summary_value(name.removeprefix("num_") + "_per_second")
+        tokens = first_known(self.series.summary_value(name), self.series.total(name))
+        seconds = first_known(self.series.summary_value("train_seconds"), self.series.total("step_seconds"))
+        return said if said is not None else tokens / seconds if tokens and seconds else None
+
+    @property
+    def mfu(self) -> float | None:
+        said = self.series.summary_value("mfu")
+        pairs = pairs_of(self.series.columns["step_seconds"], self.series.columns["mfu"])
+        seconds = math.fsum(pair[0] for pair in pairs)
+        return said if said is not None else math.fsum(a * b for a, b in pairs) / seconds if seconds else None
+
+    def peak_bytes(self, name: str) -> float | None:
+        return first_known(self.series.summary_value(name), max(self.series.measured(name), default=None))
+
+    @property
+    def padding_share(self) -> float | None:
+        """Share of the computed tokens that were padding."""
+        computed, kept = (
+            first_known(self.series.summary_value(name), self.series.total(name))
+            for name in ("num_tokens", "num_non_padding_tokens")
+        )
+        return max(0.0, 1.0 - kept / computed) if computed and kept is not None else None
+
+    def reason(self, *words: str) -> str | None:
+        """The note of the record that says why something is absent."""
+        notes = self.series.session_value("notes")
+        for note in notes if isinstance(notes, list) else []:
+            if any(word in str(note).lower() for word in words):
+                return str(note)
+        return None
+
+
+def first_known(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def predicted_memory(prediction: Mapping[str, Any]) -> dict[str, float]:
+    memory = prediction.get("memory")
+    found = {str(key): finite(value) for key, value in memory.items()} if isinstance(memory, dict) else {}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def plan_ratio(run: ReportedRun) -> tuple[float | None, str]:
+    """Whole-run cost (dollars, else time) over the prediction before the run, and a note on the later prediction."""
+
+    def ratio(prediction: Mapping[str, Any]) -> float | None:
+        predicted_usd, predicted_seconds = finite(prediction.get("total_usd")), finite(prediction.get("total_seconds"))
+        if run.final_usd is not None and predicted_usd:
+            return run.final_usd / predicted_usd
+        return run.final_seconds / predicted_seconds if run.final_seconds is not None and predicted_seconds else None
+
+    first, later = ratio(run.before), ratio(run.tokens_seen)
+    return first, f"{later:.2f} on the tokens really seen" if later else "1.00 is on plan" if first else ""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Time that a run like this one need not take again, at most. In ``advice``, code stands in backticks."""
+
+    seconds: float
+    title: str
+    advice: str
+
+
+def savings(run: ReportedRun) -> list[Saving]:
+    """What of the record's time could be saved, the most first; nothing below 1 % of the wall time.
+
+    Padding is counted as its share of the tokens times the training time, data wait left out: an upper bound, since
+    attention and the optimizer do not shrink in step with the tokens.
+    """
+    sums, seconds = run.totals, run.totals.bucket_seconds
+    evals, saves = (len(run.series.pauses[kind]) for kind in ("eval", "save"))
+    padding = run.padding_share or 0.0
+    found = [
+        Saving(
+            seconds["data_wait"],
+            "Feed the GPU sooner",
+            "Steps waited for their batch. More `dataloader_num_workers`, or tokenise before the run.",
+        ),
+        Saving(
+            padding * seconds["train"],
+            "Compute less padding",
+            f"{percent(padding)} of the computed tokens were padding. "
+            'Try `train_sampling_strategy="group_by_length"`, `packing` or `padding_free`.',
+        ),
+        Saving(
+            sums.wasted_seconds,
+            "Lose fewer steps to an interruption",
+            "Steps after the last checkpoint ran twice. A smaller `save_steps` loses fewer.",
+        ),
+        Saving(
+            seconds["eval"],
+            "Evaluate less",
+            f"{evals or 'The'} evaluations. Fewer, on fewer samples, or with a larger `per_device_eval_batch_size`.",
+        ),
+        Saving(
+            seconds["save"],
+            "Save less",
+            f"{saves or 'The'} checkpoints. Try `save_only_model`, a larger `save_steps` or a faster disk.",
+        ),
+        Saving(
+            seconds["startup"],
+            "Start faster",
+            "Paid before the first step. Keep the model and the tokenised data on a disk of the machine.",
+        ),
+    ]
+    worth = [saving for saving in found if saving.seconds > 0 and saving.seconds >= LEAST_SHARE * sums.wall_seconds]
+    return sorted(worth, key=lambda saving: -saving.seconds)
