@@ -1,8 +1,8 @@
 """What will this LLM fine-tuning run cost? Memory, step time, hours and dollars from a model's config and a data sheet.
 
-    from costmodel import estimate
-    answer = estimate(model="mistralai/Mixtral-8x7B-v0.1", gpu="NVIDIA A40", method="qlora", ...)
-    answer.verdict, answer.step_seconds, answer.total_usd
+from costmodel import estimate
+answer = estimate(model="mistralai/Mixtral-8x7B-v0.1", gpu="NVIDIA A40", method="qlora", ...)
+answer.verdict, answer.step_seconds, answer.total_usd
 """
 
 from __future__ import annotations

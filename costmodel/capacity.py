@@ -53,7 +53,13 @@ def largest_that_fits(peak: Callable[[int], int], capacity_bytes: int, upper: in
 
 
 def max_batch_size(
-    model: ModelSpec, job: ResolvedJob, capacity_bytes: int, sequence_tokens: int, *, is_padded: bool, on_cpu: bool = False
+    model: ModelSpec,
+    job: ResolvedJob,
+    capacity_bytes: int,
+    sequence_tokens: int,
+    *,
+    is_padded: bool,
+    on_cpu: bool = False,
 ) -> int:
     """The largest ``per_device_train_batch_size`` whose longest batch fits; 0 when not even one sequence does."""
 
@@ -81,7 +87,7 @@ def share_of_batches_that_fit(dist: LengthDistribution, batch_size: int, longest
     """Chance that a random batch holds no sample longer than what fits: F(longest)^b."""
     if longest_tokens_that_fit >= dist.longest_tokens:
         return 1.0
-    cumulative = sum(share for length, share in zip(dist.lengths, dist.shares) if length <= longest_tokens_that_fit)
+    cumulative = sum(
+        share for length, share in zip(dist.lengths, dist.shares, strict=False) if length <= longest_tokens_that_fit
+    )
     return float(min(1.0, cumulative) ** batch_size)
-
-

@@ -57,7 +57,9 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         samples_per_batch = tokens.num_samples * job.num_gpus
         batches_per_epoch = max(1, math.ceil(job.num_samples / samples_per_batch - 1e-9))
         keeps_partial_group = transformers_major(job.framework, job.framework_version) >= 5
-        per_epoch = math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
+        per_epoch = (
+            math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
+        )
         per_epoch = max(1, per_epoch)
         if job.max_steps is not None:
             steps = job.max_steps
@@ -94,9 +96,7 @@ def save_bytes(model: ModelSpec, job: ResolvedJob) -> int:
     return weights + (0 if job.save_only_model else held.optimizer_bytes)
 
 
-def run_time(
-    model: ModelSpec, job: ResolvedJob, plan: Schedule, step: StepTime, eval_batch_seconds: float
-) -> RunTime:
+def run_time(model: ModelSpec, job: ResolvedJob, plan: Schedule, step: StepTime, eval_batch_seconds: float) -> RunTime:
     """Seconds of the run. ``eval_batch_seconds``: one forward over a batch of evaluation."""
     accumulation = job.gradient_accumulation_steps
     micro_seconds = (step.step_seconds - step.optimizer_seconds) / accumulation

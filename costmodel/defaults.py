@@ -137,7 +137,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
         raise CostModelError(f"a base quantised to {quantization} cannot be fully fine-tuned; use method qlora")
 
     autocast = _autocast(job, is_trl, assumed)
-    dtype = job.dtype
+    dtype: str | None = job.dtype
     if dtype is None:
         assumed.append("dtype")
         # transformers 5: dtype="auto" is the default of from_pretrained; 4 loads fp32, but fp16 under 4- and 8-bit.
@@ -174,7 +174,9 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
     optim = pick("optim", "adamw_torch_fused" if generation >= 5 else "adamw_torch")
     experts = pick("experts_implementation", "grouped_mm" if generation >= 5 else "eager") if model.is_moe else "eager"
     if generation < 5 and experts != "eager":
-        raise CostModelError(f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)")
+        raise CostModelError(
+            f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)"
+        )
     checkpointing = pick("gradient_checkpointing", is_trl)
     packing = pick("packing", False)
     is_kbit = quantization in BITSANDBYTES
@@ -226,7 +228,9 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             supervised_fraction=job.supervised_fraction,
             num_gpus=job.num_gpus,
             num_samples=job.num_samples,
-            num_train_epochs=float(pick("num_train_epochs", 3.0)) if max_steps is None else (job.num_train_epochs or 3.0),
+            num_train_epochs=float(pick("num_train_epochs", 3.0))
+            if max_steps is None
+            else (job.num_train_epochs or 3.0),
             max_steps=max_steps,
             eval_strategy=pick("eval_strategy", "no"),
             eval_steps=job.eval_steps,

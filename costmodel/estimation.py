@@ -15,7 +15,14 @@ from costmodel.cost import dollars, run_time, schedule
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.errors import CostModelError
 from costmodel.hf_config import ModelSpec, model_spec_from_config
-from costmodel.lengths import ASSUMED_LOG_SIGMA, BatchTokens, LengthDistribution, batch_tokens, distribution, longest_batch
+from costmodel.lengths import (
+    ASSUMED_LOG_SIGMA,
+    BatchTokens,
+    LengthDistribution,
+    batch_tokens,
+    distribution,
+    longest_batch,
+)
 from costmodel.memory import MemoryBreakdown, peak_memory
 from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Price, parse_gpu, parse_job
 from costmodel.step_time import StepTime, peak_flops_per_second, step_time
@@ -125,7 +132,9 @@ def estimate(job: Job | Mapping[str, Any] | None = None, /, **fields: Any) -> Es
     run = _run(model, resolved, gpu, lengths, tokens, step)
     price = _price(parsed, gpu)
     _warn(warnings, parsed, resolved, model, gpu, lengths, tokens, step, fit, run)
-    return _answer(parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, tuple(warnings))
+    return _answer(
+        parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, tuple(warnings)
+    )
 
 
 # --- the steps of estimate() -----------------------------------------------------------------------------------------
@@ -150,7 +159,9 @@ def _model_spec(job: Job) -> ModelSpec:
             raise CostModelError(
                 f"model_overrides {name!r} is no field of the model's config; its fields: {', '.join(sorted(config))}"
             )
-    return model_spec_from_config({**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else "")
+    return model_spec_from_config(
+        {**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else ""
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,7 +195,11 @@ def _longest_sequence(job: ResolvedJob, lengths: LengthDistribution | None) -> i
 
 
 def _memory(
-    model: ModelSpec, job: ResolvedJob, gpu: GpuSpec | None, lengths: LengthDistribution | None, tokens: BatchTokens | None
+    model: ModelSpec,
+    job: ResolvedJob,
+    gpu: GpuSpec | None,
+    lengths: LengthDistribution | None,
+    tokens: BatchTokens | None,
 ) -> MemoryBreakdown:
     batch = tokens.longest if tokens else longest_batch(job, job.per_device_train_batch_size, job.max_length)
     padded = _is_padded(job, tokens)
@@ -293,7 +308,9 @@ def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
     if text:
         try:
             usd = float(text)
-            return Price(usd_per_gpu_hour=usd, usd_per_instance_hour=usd, source=f"environment variable {PRICE_VARIABLE}")
+            return Price(
+                usd_per_gpu_hour=usd, usd_per_instance_hour=usd, source=f"environment variable {PRICE_VARIABLE}"
+            )
         except ValueError:
             raise CostModelError(f"{PRICE_VARIABLE} must be a positive number of dollars, got {text!r}") from None
     return None
@@ -345,7 +362,11 @@ def _warn(
             f"comes; cut samples at {fit.max_length} tokens or use batch size {fit.max_batch_size}"
         )
     if model.is_moe and resolved.fused_experts and resolved.quantization in {"nf4", "fp4", "int8"}:
-        size = sum(layer.experts.num_experts * layer.experts.params_per_expert * count for layer, count in model.layers if layer.experts)
+        size = sum(
+            layer.experts.num_experts * layer.experts.params_per_expert * count
+            for layer, count in model.layers
+            if layer.experts
+        )
         kept = 4 if resolved.prepare_model_for_kbit_training else 2
         warnings.append(
             f"bitsandbytes does not quantise the stacked experts of transformers 5: {size * kept / GIB:.1f} GiB of expert "
@@ -355,7 +376,9 @@ def _warn(
     if resolved.num_gpus > 1:
         warnings.append("num_gpus > 1: plain data parallelism is assumed and its communication is not in the step time")
     if resolved.fused_experts and model.is_moe and step is not None and resolved.experts_implementation == "batched_mm":
-        warnings.append("experts_implementation batched_mm copies expert weights for each token: use grouped_mm for training")
+        warnings.append(
+            "experts_implementation batched_mm copies expert weights for each token: use grouped_mm for training"
+        )
 
 
 def _answer(
@@ -456,7 +479,7 @@ def _answer(
 def _resolved_mapping(parsed: Job, job: ResolvedJob, gpu: GpuSpec | None) -> dict[str, Any]:
     """The job with every default filled, in the job's own field names: it can be estimated again as it is."""
     given = parsed.model_dump(exclude_none=True)
-    known = {name for name in Job.model_fields}
+    known = set(Job.model_fields)
     filled = {name: value for name, value in dataclasses.asdict(job).items() if name in known and value is not None}
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype"):
         if not job.is_peft:

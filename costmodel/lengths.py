@@ -42,11 +42,11 @@ class LengthDistribution:
 
     @property
     def mean_tokens(self) -> float:
-        return sum(length * share for length, share in zip(self.lengths, self.shares))
+        return sum(length * share for length, share in zip(self.lengths, self.shares, strict=False))
 
     @property
     def mean_squared_tokens(self) -> float:
-        return sum(length * length * share for length, share in zip(self.lengths, self.shares))
+        return sum(length * length * share for length, share in zip(self.lengths, self.shares, strict=False))
 
     @property
     def longest_tokens(self) -> int:
@@ -79,9 +79,7 @@ def distribution(lengths: Lengths, max_length: int) -> LengthDistribution:
         above += count if length > max_length else 0
     ordered = sorted(cut)
     counted = total if lengths.mean is None and lengths.fixed is None else None
-    return LengthDistribution(
-        tuple(ordered), tuple(cut[length] / total for length in ordered), above / total, counted
-    )
+    return LengthDistribution(tuple(ordered), tuple(cut[length] / total for length in ordered), above / total, counted)
 
 
 def _counts(lengths: Lengths) -> Mapping[int, float]:
@@ -95,7 +93,8 @@ def _counts(lengths: Lengths) -> Mapping[int, float]:
         return length_histogram(lengths.dataset)
     if lengths.file is not None:
         return _counts_in_file(Path(lengths.file))
-    assert lengths.mean is not None and lengths.max is not None
+    assert lengths.mean is not None
+    assert lengths.max is not None
     return _log_normal(lengths.mean, lengths.max)
 
 
@@ -118,7 +117,9 @@ def _counts_in_file(path: Path) -> Mapping[int, float]:
     """A file of lengths: one whole number a line, or a JSON list, or a JSON mapping length -> count."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise CostModelError(f"lengths file {path} is larger than {_MAX_FILE_BYTES // 2**20} MiB; give a histogram instead")
+            raise CostModelError(
+                f"lengths file {path} is larger than {_MAX_FILE_BYTES // 2**20} MiB; give a histogram instead"
+            )
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CostModelError(f"lengths file {path} cannot be read: {error}") from None
@@ -142,7 +143,7 @@ def _rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
     if multiple <= 1:
         return dist
     merged: dict[int, float] = {}
-    for length, share in zip(dist.lengths, dist.shares):
+    for length, share in zip(dist.lengths, dist.shares, strict=False):
         padded = -(-length // multiple) * multiple
         merged[padded] = merged.get(padded, 0.0) + share
     return LengthDistribution(tuple(merged), tuple(merged.values()), dist.share_cut, dist.num_samples)
@@ -151,7 +152,7 @@ def _rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
 def expected_maximum(dist: LengthDistribution, draws: int) -> tuple[float, float]:
     """Mean and mean square of the longest of ``draws`` samples: sums over F(s)^b, F the cumulative share."""
     cumulative = previous = mean = square = 0.0
-    for length, share in zip(dist.lengths, dist.shares):
+    for length, share in zip(dist.lengths, dist.shares, strict=False):
         cumulative = min(1.0, cumulative + share)
         power = cumulative**draws
         mean += length * (power - previous)

@@ -39,7 +39,14 @@ _QUANTIZED_BYTES = {
 }
 
 # Optimizer state for each trained element, in units of the parameter's own bytes ("own") or in bytes.
-_STATE_OWN_COPIES = {"adamw_torch": 2, "adamw_torch_fused": 2, "adamw_apex_fused": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+_STATE_OWN_COPIES = {
+    "adamw_torch": 2,
+    "adamw_torch_fused": 2,
+    "adamw_apex_fused": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "sgd": 0,
+}
 _STATE_BYTES = {
     "paged_adamw_32bit": 8.0,
     "adamw_8bit": 2 + 2 * 4 / 256,  # one fp32 scale for 256 elements of each state (bitsandbytes)
@@ -173,7 +180,9 @@ def _rows_and_columns(model: ModelSpec, job: ResolvedJob) -> int:
     for layer, adapted, count in adapters.runs:
         if job.is_peft:
             pairs = [(a.r, a.linear.in_features, a.linear.out_features, 1) for a in adapted.linears]
-            pairs += [(a.r, a.linear.in_features, a.linear.out_features, adapted.num_experts) for a in adapted.expert_linears]
+            pairs += [
+                (a.r, a.linear.in_features, a.linear.out_features, adapted.num_experts) for a in adapted.expert_linears
+            ]
             pairs += [(p.r * p.num_matrices, p.in_features, p.out_features, 1) for p in adapted.parameters]
             total += count * sum(copies * (2 * r + width_in + width_out) for r, width_in, width_out, copies in pairs)
         else:
@@ -226,9 +235,7 @@ def _adapter_input_bytes(types: _Types, dropout: float) -> float:
     return own_copy
 
 
-def _layer_bytes(
-    layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: _Types, is_padded: bool
-) -> _LayerBytes:
+def _layer_bytes(layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: _Types, is_padded: bool) -> _LayerBytes:
     full = not job.is_peft
     attention = layer.attention
     query, kv, heads = attention.query_width, attention.kv_width, attention.num_heads
@@ -260,9 +267,7 @@ def _layer_bytes(
     own_copies = 0.0
     if full and casts_input:
         own_copies += 2.0 * sum(each.in_features for each in layer.linears if each.leaf not in {"o_proj", "down_proj"})
-    adapter_copies = sum(
-        copy_bytes * each.linear.in_features + rank_bytes * each.r for each in adapted.linears
-    )
+    adapter_copies = sum(copy_bytes * each.linear.in_features + rank_bytes * each.r for each in adapted.linears)
 
     # attention
     kernel = attention_kernel(job, layer)
@@ -407,7 +412,9 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
-        optimizer_temporary_bytes=float(trained * trained_bytes) if job.optim in {"adamw_torch", "sgd", "adagrad"} else 0.0,
+        optimizer_temporary_bytes=float(trained * trained_bytes)
+        if job.optim in {"adamw_torch", "sgd", "adagrad"}
+        else 0.0,
         embedding_is_trained=embedding_trained,
     )
 
@@ -425,7 +432,9 @@ class _Moment:
         return self.gradients + self.activations + self.logits + self.temporary
 
 
-def peak_memory(model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False) -> MemoryBreakdown:
+def peak_memory(
+    model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False
+) -> MemoryBreakdown:
     """Peak of one training step on ``batch``; ``is_padded`` says whether its sequences differ in length.
 
     The peak is the largest of: the loss at the end of the forward, the backward of the last and of the first layer of each
@@ -454,7 +463,9 @@ def peak_memory(model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: 
     )
 
 
-def peak_device_bytes(model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False) -> int:
+def peak_device_bytes(
+    model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False
+) -> int:
     """``peak_memory(...).peak_device_bytes`` alone, for searches."""
     plan = _plan(model, job, is_padded)
     allocated = plan.held.static_bytes + max(moment.total for moment in _moments(model, job, plan, batch))
@@ -510,7 +521,9 @@ def _moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> l
     base_gradients = all_gradients if accumulates else 0.0
     moments = [_Moment("loss", base_gradients, stored + final + kv_cache, logits, loss_temporary)]
     if job.fused_loss and plan.head_trained:
-        moments[0] = _Moment("loss", base_gradients, stored + final + kv_cache, 0.0, loss_temporary + plan.head_gradient_bytes)
+        moments[0] = _Moment(
+            "loss", base_gradients, stored + final + kv_cache, 0.0, loss_temporary + plan.head_gradient_bytes
+        )
 
     # 2. the backward of the layers: at the top of each run (everything below is stored) and at its bottom
     gradients_above = plan.head_gradient_bytes * (0 if model.tied_embeddings else 1) + (
@@ -522,10 +535,7 @@ def _moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> l
         for position in (0, count - 1) if count > 1 else (0,):
             finished = gradients_above + position * each.gradients
             rest = below - position * kept(each)
-            if job.gradient_checkpointing:
-                recomputed = layer_bytes(each) - each.input_norm_per_token * tokens
-            else:
-                recomputed = 0.0
+            recomputed = layer_bytes(each) - each.input_norm_per_token * tokens if job.gradient_checkpointing else 0.0
             held_gradients = all_gradients if accumulates else finished + each.done_gradients
             # with accumulation a finished weight gradient is a temporary until it is added to what is there
             moments.append(

@@ -64,7 +64,7 @@ class Record(BaseModel):
     def _refuse_unknown_fields(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        known = {name for name in cls.model_fields}
+        known = set(cls.model_fields)
         known |= {field.alias for field in cls.model_fields.values() if field.alias}
         known |= cls._accepted_aliases()
         for name in value:
@@ -211,7 +211,9 @@ class Job(Record):
     gradient_accumulation_steps: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool | None = None
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = None
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = (
+        None
+    )
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
     optim: str | None = None
     torch_compile: bool | None = None
@@ -296,7 +298,9 @@ class Job(Record):
     @classmethod
     def _sensible_price(cls, value: float | None) -> float | None:
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"usd_per_gpu_hour must be a positive number of dollars, got {value}; leave it out for hours only")
+            raise ValueError(
+                f"usd_per_gpu_hour must be a positive number of dollars, got {value}; leave it out for hours only"
+            )
         return value
 
     @model_validator(mode="after")
@@ -306,14 +310,22 @@ class Job(Record):
         if self.method == "qlora" and self.dtype == "float32" and self.quantization is None:
             raise ValueError("method qlora needs a quantization (nf4, fp4, int8, gptq-int4, awq-int4, mxfp4, fp8)")
         if self.method == "full" and self.quantization in {"nf4", "fp4", "int8", "gptq-int4", "awq-int4"}:
-            raise ValueError(f"a base quantised to {self.quantization} cannot be fully fine-tuned; use method qlora, or no quantization")
+            raise ValueError(
+                f"a base quantised to {self.quantization} cannot be fully fine-tuned; use method qlora, or no quantization"
+            )
         if self.num_train_epochs is not None and not math.isfinite(self.num_train_epochs):
             raise ValueError(f"num_train_epochs must be a finite number, got {self.num_train_epochs}")
         return self
 
 
 # Accepted on input beside the contract's own names.
-_JOB_ALIASES: Final = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "torch_dtype")
+_JOB_ALIASES: Final = (
+    "load_in_4bit",
+    "load_in_8bit",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "torch_dtype",
+)
 
 
 def parse_job(value: Job | Mapping[str, Any]) -> Job:

@@ -304,6 +304,8 @@ def _device_seconds(
 
     trained = num_trainable_params(model, job)
     trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
-    per_element = (c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED)[trained_bytes == 4]
+    per_element = (c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED)[
+        trained_bytes == 4
+    ]
     sums.add("optimizer", "optimizer", trained * per_element / bandwidth / accumulation, memory_bound=True)
     return sums

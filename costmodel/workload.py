@@ -130,7 +130,9 @@ def _run_work(model: ModelSpec, job: ResolvedJob) -> tuple[_RunWork, ...]:
         if down is not None and experts is None:
             adapted_down = next((a for a in adapted.linears if a.linear.name == down.name), None)
             if adapted_down is not None:
-                skipped = 2 * adapted_down.r * down.out_features  # only B of the adapter comes after the last saved tensor
+                skipped = (
+                    2 * adapted_down.r * down.out_features
+                )  # only B of the adapter comes after the last saved tensor
             else:
                 skipped = 2 * down.in_features * down.out_features
         runs.append(

@@ -66,7 +66,7 @@ OWN_SHAPE: dict[str, dict[str, Any]] = {
 }
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
-# Xia et al. 2024, arXiv:2408.04693: Mixtral-8x7B with QLoRA on mathematics questions, 10 epochs.
+# Xia et al. 2024, arXiv:2408.04693, section V: Mixtral-8x7B with QLoRA on mathematics questions.
 PAPER_JOB: dict[str, Any] = {
     "model": "mistralai/Mixtral-8x7B-v0.1",
     "method": "qlora",
@@ -77,7 +77,6 @@ PAPER_JOB: dict[str, Any] = {
     "lora_target_modules": ["w1", "w2", "w3", "gate"],
     "bf16": True,
     "dtype": "bfloat16",
-    "per_device_train_batch_size": 4,
     "gradient_checkpointing": True,
     "attn_implementation": "flash_attention_2",
     "max_length": 1024,
@@ -87,7 +86,8 @@ PAPER_JOB: dict[str, Any] = {
     "framework": "transformers",
     "framework_version": "4.40",
 }
-PAPER_GPUS = ("NVIDIA A40", "A100-SXM4-80GB", "H100 SXM")
+# GPU -> (their batch size, the samples per second they measured): table IV.
+PAPER_GPUS = {"NVIDIA A40": (4, 1.01), "A100-SXM4-80GB": (17, 2.74), "H100 SXM": (17, 4.90)}
 PAPER_PRICES = {"cloud": "RunPod", "tier": "on_demand"}  # rents each of the three by the single GPU
 
 
@@ -116,8 +116,10 @@ def main(argv: list[str] | None = None) -> int:
     print("This job, on this machine:")
     print_estimate("here", estimate_trainer(trainer, gpu=gpu, usd_per_gpu_hour=options.usd_per_gpu_hour))
     print("\nThe paper's job, Mixtral-8x7B QLoRA for 10 epochs on 15,000 mathematics questions, at dated list prices:")
-    for name in PAPER_GPUS:
-        print_estimate(name, estimate(PAPER_JOB, gpu=name, **PAPER_PRICES))
+    for name, (batch_size, measured_samples_per_second) in PAPER_GPUS.items():
+        answer = estimate(PAPER_JOB, gpu=name, per_device_train_batch_size=batch_size, **PAPER_PRICES)
+        print_estimate(name, answer)
+        print(f"  {'':<16} they measured {15_000 * 10 / measured_samples_per_second / 3600:.1f} h at batch {batch_size}")
 
     print_heading("2. What it costs while it runs")
     with wandb.init(project="ftcost-demo", dir=options.output_dir) as wandb_run:
@@ -145,13 +147,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--architecture", choices=sorted(OWN_SHAPE), default="mixtral", help="of the tiny model")
     parser.add_argument("--dataset", help="hub id, or a JSONL file with a 'text' or 'messages' field in each line")
     parser.add_argument("--trainer", choices=["trainer", "sft"], default="trainer", help="transformers' or TRL's")
-    parser.add_argument(
-        "--usd-per-gpu-hour", type=float, default=2.10, help="what this machine costs (default %(default)s)"
-    )
+    parser.add_argument("--usd-per-gpu-hour", type=float, default=2.10, help="what this machine costs (default %(default)s)")
     parser.add_argument("--max-steps", type=int, help="optimizer steps (default: one epoch)")
-    parser.add_argument(
-        "--max-length", type=int, default=256, help="tokens; longer samples are cut (default %(default)s)"
-    )
+    parser.add_argument("--max-length", type=int, default=256, help="tokens; longer samples are cut (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=4, help="samples a micro-batch (default %(default)s)")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches a step (default %(default)s)")
     parser.add_argument("--output-dir", type=Path, default=Path("demo_output"))
@@ -208,9 +206,7 @@ def load_samples(options: argparse.Namespace, tokenizer: Any) -> dict[str, Datas
     else:
         rows = load_dataset(options.dataset, split="train")
     if not {"text", "messages"} & set(rows.column_names):
-        raise SystemExit(
-            f"{options.dataset} has neither a 'text' nor a 'messages' column: {', '.join(rows.column_names)}"
-        )
+        raise SystemExit(f"{options.dataset} has neither a 'text' nor a 'messages' column: {', '.join(rows.column_names)}")
 
     def tokenize(row: dict[str, Any]) -> dict[str, list[int]]:
         text = row["text"] if "text" in row else tokenizer.apply_chat_template(row["messages"], tokenize=False)
@@ -233,9 +229,7 @@ def load_model(options: argparse.Namespace, tokenizer: Any) -> Any:
     return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=LORA_TARGETS))
 
 
-def build_trainer(
-    options: argparse.Namespace, tokenizer: Any, samples: dict[str, Dataset], gpu: GpuSpec | None
-) -> Trainer:
+def build_trainer(options: argparse.Namespace, tokenizer: Any, samples: dict[str, Dataset], gpu: GpuSpec | None) -> Trainer:
     """An ordinary Trainer (or TRL's SFTTrainer); the last argument of each is all that ftcost adds."""
     epoch_steps = -(-len(samples["train"]) // (options.batch_size * options.accumulation))
     max_steps = options.max_steps or epoch_steps
@@ -279,9 +273,7 @@ def print_heading(title: str) -> None:
 
 
 def measure_cpu(seconds: float) -> GpuSpec:
-    print(
-        f"No GPU here: measuring this CPU's matmul rate, memory bandwidth and cost per operator for {seconds:.0f} s ..."
-    )
+    print(f"No GPU here: measuring this CPU's matmul rate, memory bandwidth and cost per operator for {seconds:.0f} s ...")
     cpu = probe_cpu(seconds=seconds)
     rates = f"{(cpu.measured_fp32_matmul_flops_per_second or 0) / 1e9:.0f} GFLOP/s in fp32"
     rates += f", {cpu.memory_bandwidth_bytes_per_second / 1e9:.1f} GB/s"

@@ -1,7 +1,7 @@
 """Live cost of a Hugging Face ``Trainer`` run, held against the prediction.
 
-    from ftcost_callback import FTCostCallback
-    trainer = Trainer(..., callbacks=[FTCostCallback(usd_per_gpu_hour=2.10, budget_usd=40)])
+from ftcost_callback import FTCostCallback
+trainer = Trainer(..., callbacks=[FTCostCallback(usd_per_gpu_hour=2.10, budget_usd=40)])
 """
 
 from __future__ import annotations
