@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import datetime
 import functools
+import importlib
 import json
 import math
 import os
@@ -46,7 +47,8 @@ def _read_table(*path: str) -> list[dict[str, str]]:
 
 # Words that say nothing about which product is meant.
 _NOISE_WORDS: Final = frozenset(
-    "nvidia amd geforce tesla instinct gpu gpus tensor core generation edition accelerator per oam".split()
+    {"nvidia", "amd", "geforce", "tesla", "instinct", "gpu", "gpus", "tensor", "core", "accelerator"}
+    | {"generation", "edition", "per", "oam"}
 )
 
 
@@ -240,9 +242,7 @@ def bill_usd_per_hour(price: Price, num_gpus: int = 1) -> float:
     return math.ceil(num_gpus / price.gpus_per_instance) * price.usd_per_instance_hour
 
 
-def find_price(
-    gpu: str | GpuSpec, *, cloud: str | None = None, tier: str | None = "on_demand", num_gpus: int = 1
-) -> Price:
+def find_price(gpu: str | GpuSpec, *, cloud: str | None = None, tier: str | None = "on_demand", num_gpus: int = 1) -> Price:
     """The cheapest dated price of ``num_gpus`` of this GPU, by what is billed: whole machines.
 
     A job on several GPUs wants one machine, so a cloud's smaller machines count only where it has none that is large
@@ -257,9 +257,7 @@ def find_price(
     for wanted_tier in (tier,) if tier else ("on_demand", "community") if cloud else ("on_demand",):
         offers = [price for price in of_gpu if price.tier == wanted_tier and cloud in (None, price.cloud)]
         large_enough = {price.cloud for price in offers if price.gpus_per_instance >= num_gpus}
-        offers = [
-            price for price in offers if price.gpus_per_instance >= num_gpus or price.cloud not in large_enough
-        ]
+        offers = [price for price in offers if price.gpus_per_instance >= num_gpus or price.cloud not in large_enough]
         if offers:
             return min(offers, key=lambda price: (bill_usd_per_hour(price, num_gpus), price.cloud, price.region))
     wanted = f"{tier or 'on_demand'} price for {gpu_name}" + (f" at {cloud}" if cloud else "")
@@ -401,7 +399,9 @@ def _config_from_hub(name: str) -> dict[str, Any]:
     if re.fullmatch(r"[\w.\-]+/[\w.\-]+", name):
         try:
             from huggingface_hub import hf_hub_url, try_to_load_from_cache
-            from huggingface_hub.utils import build_hf_headers, get_session
+
+            # Both are exported at run time only, which a type checker cannot see.
+            hub_utils: Any = importlib.import_module("huggingface_hub.utils")
         except ImportError:
             reason += ", and huggingface_hub is not installed to ask the hub"
         else:
@@ -410,8 +410,10 @@ def _config_from_hub(name: str) -> dict[str, Any]:
                 return _read_json_object(cached)
             try:
                 # One request: the client's own download retries for half a minute where there is no network.
-                response = get_session().get(
-                    hf_hub_url(name, "config.json"), headers=build_hf_headers(), timeout=HUB_TIMEOUT_SECONDS
+                response = hub_utils.get_session().get(
+                    hf_hub_url(name, "config.json"),
+                    headers=hub_utils.build_hf_headers(),
+                    timeout=HUB_TIMEOUT_SECONDS,
                 )
                 response.raise_for_status()
                 config = response.json()
@@ -454,6 +456,4 @@ def length_histogram(dataset_name: str) -> dict[int, float]:
         if wanted in (name, name.replace("_", "")):
             rows = _read_table("lengths", f"{name}.csv")
             return {int(row["length_tokens"]): float(row["num_samples"]) for row in rows}
-    raise UnknownNameError(
-        "data set", dataset_name, known, way_out="or give a histogram, the lengths, or a file of lengths"
-    )
+    raise UnknownNameError("data set", dataset_name, known, way_out="or give a histogram, the lengths, or a file of lengths")

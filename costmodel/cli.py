@@ -16,7 +16,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Final, Literal, Optional, TextIO, Union
+from typing import Annotated, Any, Final, Literal, TextIO, Union
 
 import typer
 
@@ -32,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long flags off at 80 columns
 )
 
 
@@ -59,9 +60,14 @@ _HELP: Final[dict[str, str]] = {
     "double_quant": "Quantise the scales of a 4-bit base too.",
     "prepare_model_for_kbit_training": "peft's fp32 upcast of everything unquantised.",
     "lora_r": "Rank of the adapters.",
+    "lora_alpha": "Scale of the adapters (costs nothing).",
+    "lora_dropout": "Above 0 it keeps a mask for each adapter.",
     "lora_target_modules": "Names separated by commas, a regex, or all-linear.",
     "lora_target_parameters": "Fused parameters that get adapters, separated by commas.",
     "lora_modules_to_save": "Modules trained in full, separated by commas.",
+    "use_dora": "Weight-decomposed adapters.",
+    "use_rslora": "Rank-stabilised scale (costs nothing).",
+    "adapter_dtype": "What the adapters are stored in.",
     "dtype": "What the weights are loaded in.",
     "bf16": "Autocast to bfloat16.",
     "fp16": "Autocast to float16.",
@@ -69,15 +75,36 @@ _HELP: Final[dict[str, str]] = {
     "gradient_accumulation_steps": "Micro-steps per optimizer step.",
     "gradient_checkpointing": "Recompute activations in the backward pass.",
     "gradient_checkpointing_kwargs": "As JSON.",
+    "attn_implementation": "Attention kernel.",
     "experts_implementation": "How the experts of a layer are computed.",
     "optim": "transformers' name of the optimizer.",
+    "torch_compile": "Compile the model.",
+    "use_liger_kernel": "Liger's fused kernels, loss included.",
+    "fused_loss": "Compute the logits in chunks, or inside the loss.",
+    "loss_type": "Decides which positions reach the head.",
+    "use_cache": "Keep keys and values in the forward pass.",
+    "logits_to_keep": "Compute only the last logits; 0 is all.",
+    "activation_offloading": "Move saved activations to the host.",
+    "fsdp": "FSDP options, as words or JSON.",
+    "deepspeed": "DeepSpeed config: a path or JSON.",
     "max_length": "Longest sequence in tokens; longer samples are cut.",
+    "packing": "Pack samples into rows of max_length.",
+    "padding_free": "One row without padding for each batch.",
+    "pad_to_multiple_of": "Round padded lengths up to this.",
+    "train_sampling_strategy": "Order of the samples.",
     "padding": "To the longest sample of the batch, or to max_length.",
     "lengths": "79:4000,174:9000 or mean:187,max:1470 or fixed:1024 or dataset:math_14k or file:PATH or values:12,80.",
     "supervised_fraction": "Share of the tokens that enters the loss.",
     "num_samples": "Samples of the training set.",
     "num_train_epochs": "Passes over the training set.",
     "max_steps": "Optimizer steps, in place of epochs.",
+    "eval_strategy": "When to evaluate.",
+    "eval_steps": "Every so many steps; below 1, a share of the run.",
+    "per_device_eval_batch_size": "Samples per GPU in evaluation.",
+    "num_eval_samples": "Samples of the evaluation set.",
+    "save_strategy": "When to write a checkpoint.",
+    "save_steps": "Every so many steps; below 1, a share of the run.",
+    "save_only_model": "Leave optimizer states out of checkpoints.",
     "framework": "Decides defaults and kernels.",
     "framework_version": "For example 4.40 or 5.24.",
     "usd_per_gpu_hour": "What you pay for one GPU for one hour.",
@@ -116,15 +143,15 @@ def _job_parameters() -> list[inspect.Parameter]:
     for name, field in Job.model_fields.items():
         leaves = _leaf_types(field.annotation)
         flag = name.replace("_", "-")
-        panel = {"rich_help_panel": "Job", "help": _HELP.get(name, "")}
+        text = _HELP.get(name, "")
         annotation: Any
         if bool in leaves:
-            annotation = Annotated[Optional[bool], typer.Option(f"--{flag}/--no-{flag}", show_default=False, **panel)]
+            annotation = Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", show_default=False, help=text)]
         else:
             option = typer.Option(
-                f"--{flag}", *_SHORT_FORMS.get(name, ()), metavar=_metavar(leaves), show_default=False, **panel
+                f"--{flag}", *_SHORT_FORMS.get(name, ()), metavar=_metavar(leaves), show_default=False, help=text
             )
-            annotation = Annotated[Optional[str], option]
+            annotation = Annotated[str | None, option]
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return parameters
 
@@ -302,15 +329,15 @@ def _field_name(flag: str) -> str:
 _COMMAND_SETTINGS: Final = {"token_normalize_func": _field_name, "help_option_names": ["--help", "-h"]}
 
 _File = Annotated[
-    Optional[str], typer.Argument(metavar="[FILE]", help="Job file: .json, .yaml, .jsonl (a job a line), or - for stdin.")
+    str | None, typer.Argument(metavar="[FILE]", help="Job file: .json, .yaml, .jsonl (a job a line), or - for stdin.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")]
 _Markdown = Annotated[bool, typer.Option("--markdown", help="As Markdown.")]
 _GpuMemory = Annotated[
-    Optional[float], typer.Option("--gpu-memory-gib", help="Describe a GPU that is not in the catalogue.", min=0.1)
+    float | None, typer.Option("--gpu-memory-gib", help="Describe a GPU that is not in the catalogue.", min=0.1)
 ]
-_GpuBandwidth = Annotated[Optional[float], typer.Option("--gpu-bandwidth-gb-per-second", help="Of its memory.", min=1)]
-_GpuPeak = Annotated[Optional[float], typer.Option("--gpu-bf16-tflops", help="Its dense bf16 peak.", min=0.01)]
+_GpuBandwidth = Annotated[float | None, typer.Option("--gpu-bandwidth-gb-per-second", help="Of its memory.", min=1)]
+_GpuPeak = Annotated[float | None, typer.Option("--gpu-bf16-tflops", help="Its dense bf16 peak.", min=0.01)]
 
 
 @app.command("estimate", context_settings=_COMMAND_SETTINGS)
@@ -320,10 +347,10 @@ def estimate_command(
     as_json: _Json = False,
     markdown: _Markdown = False,
     budget_usd: Annotated[
-        Optional[float], typer.Option("--budget-usd", help="Exit code 4 if the run costs more.", min=0)
+        float | None, typer.Option("--budget-usd", help="Exit code 4 if the run costs more.", min=0)
     ] = None,
     deadline_hours: Annotated[
-        Optional[float], typer.Option("--deadline-hours", help="Exit code 4 if the run takes longer.", min=0)
+        float | None, typer.Option("--deadline-hours", help="Exit code 4 if the run takes longer.", min=0)
     ] = None,
     gpu_memory_gib: _GpuMemory = None,
     gpu_bandwidth_gb_per_second: _GpuBandwidth = None,
@@ -412,7 +439,7 @@ def _estimate_lines(path: str, fields: Mapping[str, Any]) -> int:
             text = to_json({"error": f"internal error: {error!r}", "line": number}, indent=None)
         sys.stdout.write(text + "\n")
     if num_wrong:
-        _say(f"{num_wrong} line{'s are' if num_wrong > 1 else ' is'} not a job: see \"error\" in the answers")
+        _say(f'{num_wrong} line{"s are" if num_wrong > 1 else " is"} not a job: see "error" in the answers')
     return INTERNAL_ERROR if had_internal_error else FITS
 
 
@@ -433,10 +460,10 @@ def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 def compare_command(
     file: _File = None,
     gpus: Annotated[
-        Optional[str], typer.Option("--gpus", metavar="A,B,...", help="Only these; default: all with a dated price.")
+        str | None, typer.Option("--gpus", metavar="A,B,...", help="Only these; default: all with a dated price.")
     ] = None,
     tiers: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--tiers", metavar="A,B,...", help="on_demand (default), spot, reserved, community."),
     ] = None,
     as_json: _Json = False,
@@ -478,7 +505,7 @@ def _show(table: Any, markdown: bool = False) -> None:
 
 @app.command("gpus", context_settings=_COMMAND_SETTINGS)
 def gpus_command(
-    text: Annotated[Optional[str], typer.Argument(metavar="[TEXT]", help="Only names that contain this.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only names that contain this.")] = None,
     as_json: _Json = False,
 ) -> int:
     """GPUs whose data sheet is known."""
@@ -510,7 +537,7 @@ def gpus_command(
 
 @app.command("models", context_settings=_COMMAND_SETTINGS)
 def models_command(
-    text: Annotated[Optional[str], typer.Argument(metavar="[TEXT]", help="Only ids or families with this.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only ids or families with this.")] = None,
     as_json: _Json = False,
 ) -> int:
     """Models whose config.json is in the catalogue. Others work too: give a path to theirs."""
@@ -540,10 +567,10 @@ def models_command(
 
 @app.command("prices", context_settings=_COMMAND_SETTINGS)
 def prices_command(
-    gpu: Annotated[Optional[str], typer.Argument(metavar="[GPU]", help="Only this GPU.")] = None,
-    cloud: Annotated[Optional[str], typer.Option("--cloud", help="Only this cloud.")] = None,
+    gpu: Annotated[str | None, typer.Argument(metavar="[GPU]", help="Only this GPU.")] = None,
+    cloud: Annotated[str | None, typer.Option("--cloud", help="Only this cloud.")] = None,
     tier: Annotated[
-        Optional[str], typer.Option("--tier", metavar="on_demand|spot|reserved|community", help="Only this tier.")
+        str | None, typer.Option("--tier", metavar="on_demand|spot|reserved|community", help="Only this tier.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also rows that are never chosen, with the reason.")] = False,
     as_json: _Json = False,

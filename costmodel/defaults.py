@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from costmodel.errors import CostModelError
 from costmodel.hf_config import ModelSpec
-from costmodel.specs import Job, Lengths
+from costmodel.specs import Job
 
 FOUR_BIT: Final = frozenset({"nf4", "fp4", "gptq-int4", "awq-int4", "mxfp4"})
 BITSANDBYTES: Final = frozenset({"nf4", "fp4", "int8"})
@@ -61,7 +61,6 @@ class ResolvedJob:
     padding: str
     pad_to_multiple_of: int
     train_sampling_strategy: str
-    lengths: Lengths | None
     supervised_fraction: float | None
     num_gpus: int
     num_samples: int | None
@@ -224,7 +223,6 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             padding=pick("padding", "longest"),
             pad_to_multiple_of=pick("pad_to_multiple_of", 1),
             train_sampling_strategy=pick("train_sampling_strategy", "random"),
-            lengths=job.lengths,
             supervised_fraction=job.supervised_fraction,
             num_gpus=job.num_gpus,
             num_samples=job.num_samples,

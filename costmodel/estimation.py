@@ -358,8 +358,8 @@ def _warn(
     if fit is not None and fit.share_of_batches is not None and 0 < fit.share_of_batches < 1:
         every = 1 / (1 - fit.share_of_batches) if fit.share_of_batches < 1 else 0
         warnings.append(
-            f"{1 - fit.share_of_batches:.2%} of the batches would not fit (one in {every:,.0f}): the job would run until one "
-            f"comes; cut samples at {fit.max_length} tokens or use batch size {fit.max_batch_size}"
+            f"{1 - fit.share_of_batches:.2%} of the batches would not fit (one in {every:,.0f}): the job would run until "
+            f"one comes; cut samples at {fit.max_length} tokens or use batch size {fit.max_batch_size}"
         )
     if model.is_moe and resolved.fused_experts and resolved.quantization in {"nf4", "fp4", "int8"}:
         size = sum(
@@ -486,7 +486,6 @@ def _resolved_mapping(parsed: Job, job: ResolvedJob, gpu: GpuSpec | None) -> dic
             filled.pop(name, None)
     filled["bf16"] = job.autocast_dtype == "bfloat16"
     filled["fp16"] = job.autocast_dtype == "float16"
-    filled.pop("lengths", None)
     for name in ("lora_target_parameters", "lora_modules_to_save"):
         if not filled.get(name):
             filled.pop(name, None)

@@ -140,9 +140,7 @@ def to_markdown(estimate: Estimate | Mapping[str, Any], *, today: datetime.date 
     return "\n\n".join(parts) + "\n"
 
 
-def print_estimate(
-    estimate: Estimate | Mapping[str, Any], stream: TextIO, *, today: datetime.date | None = None
-) -> None:
+def print_estimate(estimate: Estimate | Mapping[str, Any], stream: TextIO, *, today: datetime.date | None = None) -> None:
     """Coloured tables on a terminal, :func:`to_text` anywhere else."""
     if not _wants_colour(stream):
         stream.write(to_text(estimate, today=today))
@@ -194,8 +192,11 @@ def _model_name(answer: Mapping[str, Any]) -> str:
 def _headline(answer: Mapping[str, Any]) -> str:
     job = answer["job"]
     method = " ".join(str(job[name]) for name in ("method", "quantization") if job.get(name))
-    verdict = str(answer.get("verdict") or "memory unknown").replace("_", " ")
-    return f"{_model_name(answer)}, {method}, {job.get('num_gpus', 1)} x {_gpu_name(answer)}: {verdict}"
+    what = ", ".join(part for part in (_model_name(answer), method) if part)
+    if not job.get("gpu"):
+        return f"{what}: no GPU named"
+    verdict = str(answer.get("verdict") or UNKNOWN).replace("_", " ")
+    return f"{what}, {job.get('num_gpus', 1)} x {_gpu_name(answer)}: {verdict}"
 
 
 def _tables(answer: Mapping[str, Any], today: datetime.date | None) -> list[Table]:
@@ -223,7 +224,8 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
         ),
         (
             "memory",
-            f"{_interval(memory, 'peak_device_bytes', format_gib)} of {format_gib(memory.get('capacity_bytes'))}"
+            _interval(memory, "peak_device_bytes", format_gib)
+            + (f" of {format_gib(memory['capacity_bytes'])}" if memory.get("capacity_bytes") else "")
             + (f", peak in {memory['peak_phase']}" if memory.get("peak_phase") else ""),
         ),
     ]
@@ -272,10 +274,11 @@ def _price_text(price: Mapping[str, Any] | None, today: datetime.date | None) ->
     text = f"{format_usd(price['usd_per_gpu_hour'])} per GPU-hour"
     if price.get("gpus_per_instance", 1) > 1:
         text += (
-            f", rented as a machine of {price['gpus_per_instance']} at "
-            f"{format_usd(price['usd_per_instance_hour'])} per hour"
+            f", rented as a machine of {price['gpus_per_instance']} at {format_usd(price['usd_per_instance_hour'])} per hour"
         )
-    where = " ".join(str(price[name]) for name in ("cloud", "product", "tier") if price.get(name))
+    # The tier says something about a cloud's offer, nothing about a price that the user gave.
+    offer = ("cloud", "product", "tier") if price.get("cloud") else ()
+    where = " ".join(str(price[name]) for name in offer if price.get(name))
     source = ", ".join(part for part in (where, str(price.get("source") or "")) if part)
     if source:
         text += f"; {source}"
@@ -450,9 +453,7 @@ def _table_for_rich(table: Table) -> Any:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    shown = RichTable(
-        title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.columns)
-    )
+    shown = RichTable(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.columns))
     for index in range(len(table.columns or table.rows[0])):
         header = table.columns[index] if table.columns else ""
         shown.add_column(header, justify="right" if index in table.numeric else "left", overflow="fold")

@@ -23,9 +23,11 @@ from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
 from costmodel.specs import Price
-from ftcost_callback.live_run import Boundary, Identity, LiveRun, Plan, Settings, new_identity
+from ftcost_callback.boundary import Boundary
+from ftcost_callback.live_run import LiveRun
 from ftcost_callback.records import PauseKind
 from ftcost_callback.run_file import read_ledger, read_run, run_file_path
+from ftcost_callback.session_plan import Identity, Plan, Settings, new_run_id
 from ftcost_callback.sinks.base import Sink
 
 _log = logging.getLogger("ftcost_callback")
@@ -201,6 +203,7 @@ class FTCostCallback(TrainerCallback):
             train_dataset=getattr(loader, "dataset", None),
             eval_dataset=getattr(eval_loader, "dataset", None),
             processing_class=kwargs.get("processing_class"),
+            data_collator=getattr(loader, "collate_fn", None),
             startup_seconds=startup_seconds,
             started_at=started_at,
         )
@@ -240,7 +243,7 @@ class FTCostCallback(TrainerCallback):
     def _identity(self, args: Any, state: Any, output_dir: str | os.PathLike[str]) -> Identity:
         """Which run this is: the one whose checkpoint is resumed, or a new one."""
         if state.global_step == 0:
-            return new_identity()
+            return Identity(run_id=new_run_id())
         for folder in _checkpoint_candidates(args, state):
             try:
                 ledger = read_ledger(folder)
@@ -265,7 +268,7 @@ class FTCostCallback(TrainerCallback):
             "time, tokens and dollars begin here"
         )
         _log.warning("ftcost: %s", note)
-        return Identity(run_id=new_identity().run_id, resumed_from_step=state.global_step, notes=(note,))
+        return Identity(run_id=new_run_id(), resumed_from_step=state.global_step, notes=(note,))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

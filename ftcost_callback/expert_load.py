@@ -119,16 +119,12 @@ def moe_class_name(model: nn.Module) -> str | None:
     """Class of a module that looks like experts or a router, in a model whose config has experts; dense: ``None``."""
     configs = [getattr(model, "config", None)]
     configs += [getattr(configs[0], name, None) for name in ("text_config", "ffn_config")]
-    most = max(
-        (count for config in configs for field in _NUM_EXPERTS_FIELDS if (count := _int(config, field))), default=0
-    )
+    most = max((count for config in configs for field in _NUM_EXPERTS_FIELDS if (count := _int(config, field))), default=0)
     if most <= 1:
         return None
     names = {type(module).__name__ for module in model.modules() if module is not model}
     looks_like = sorted(name for name in names if _EXPERTS_CLASS.search(name) and "Decoder" not in name)
-    return next(
-        (name for name in looks_like if "Expert" in name), looks_like[0] if looks_like else type(model).__name__
-    )
+    return next((name for name in looks_like if "Expert" in name), looks_like[0] if looks_like else type(model).__name__)
 
 
 def _int(config: Any, field: str) -> int | None:
@@ -297,9 +293,7 @@ class ExpertLoadCounter:
             reason=doubt,
         )
 
-    def _judgement(
-        self, tokens: list[list[int]], num_non_padding_tokens: int | None
-    ) -> tuple[ExpertStatus, str | None]:
+    def _judgement(self, tokens: list[list[int]], num_non_padding_tokens: int | None) -> tuple[ExpertStatus, str | None]:
         if self._num_complete < self._num_forwards:
             missed = self._num_forwards - self._num_complete
             return (

@@ -6,30 +6,29 @@ part that fails is switched off alone.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import logging
 import os
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 from costmodel.specs import Price
 from costmodel.units import SECONDS_PER_HOUR
+from ftcost_callback.boundary import Boundary
 from ftcost_callback.budget import BudgetWatch
 from ftcost_callback.comparison import Comparison, Measured, compare
 from ftcost_callback.expert_balance import ExpertBalance, expert_balance
 from ftcost_callback.expert_load import ExpertLoadCounter
 from ftcost_callback.forward_window import ForwardWindow, TrainingForward
 from ftcost_callback.gpu_sampler import GpuSampler, GpuUnavailableError, TorchDevice
-from ftcost_callback.projection import PausePlan, Projection, ProjectionInput, num_remaining_pauses, project
+from ftcost_callback.peak_memory import PeakMemory
+from ftcost_callback.projection import Projection, ProjectionInput, project
 from ftcost_callback.recorder import StepAggregate, StepRecorder, StepTiming, Totals
 from ftcost_callback.records import (
-    Budget,
     GpuSample,
     Pause,
     PauseKind,
@@ -39,10 +38,20 @@ from ftcost_callback.records import (
     Step,
     Summary,
     TokenCounts,
-    Window,
+)
+from ftcost_callback.reporting import (
+    Standing,
+    completed_row,
+    lengths_seen,
+    measured_of,
+    mfu_and_hfu,
+    summary_of,
+    window_of,
 )
 from ftcost_callback.run_file import Ledger, RunFile, run_file_path, write_ledger
+from ftcost_callback.session_plan import Identity, Plan, Settings
 from ftcost_callback.sinks.base import FanOut, Sink
+from ftcost_callback.sinks.console import budget_line
 from ftcost_callback.step_clock import CudaStepClock, HostStepClock
 from ftcost_callback.token_counter import PendingTokens, TokenCounter, label_rule
 
@@ -50,133 +59,7 @@ _log = logging.getLogger("ftcost_callback")
 
 REPORT_SECONDS: Final = 10.0  # a report at least this often, also between logging steps
 STEPS_BEFORE_SECOND_PREDICTION: Final = 20
-
-_T = TypeVar("_T")
-
-
-class Boundary:
-    """The one place where an error of ours ends. The part that failed is off from then on, and that is said once."""
-
-    def __init__(self) -> None:
-        self._off: set[str] = set()
-        self._on_failure: dict[str, Callable[[], None]] = {}
-
-    def is_on(self, part: str) -> bool:
-        return part not in self._off
-
-    def on_failure(self, part: str, clean_up: Callable[[], None]) -> None:
-        """What to undo when ``part`` fails."""
-        self._on_failure[part] = clean_up
-
-    def call(self, part: str, function: Callable[[], _T]) -> _T | None:
-        """``function()``, or ``None`` when the part is off or fails now."""
-        if part in self._off:
-            return None
-        try:
-            return function()
-        except Exception as error:
-            self.failed(part, error)
-            return None
-
-    def failed(self, part: str, error: Exception) -> None:
-        if part in self._off:
-            return
-        self._off.add(part)
-        _log.warning(
-            "ftcost: %s switched off for this run (%s: %s); training goes on",
-            part,
-            type(error).__name__,
-            error,
-            exc_info=error,
-        )
-        clean_up = self._on_failure.get(part)
-        if clean_up is not None:
-            try:
-                clean_up()
-            except Exception:
-                _log.debug("ftcost: cleaning up %s failed", part, exc_info=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The callback's arguments, checked."""
-
-    price: Price | None = None  # given; a cloud's is looked up when the device is known
-    cloud: str | None = None
-    tier: str | None = None
-    budget_usd: float | None = None
-    budget_hours: float | None = None
-    stop_at_budget: bool = False
-    window_steps: int = 50
-    skip_first_steps: int = 1
-    predict: bool = True
-    calibration: Any = None
-    profile_steps: int = 0
-    sample_period_seconds: float = 0.5
-    expert_load: bool = True
-    wandb_every: Literal["log", "step"] = "log"
-    peak_flops_per_second: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Which run this session belongs to, and what came before it."""
-
-    run_id: str
-    session_index: int = 0
-    resumed_from_step: int | None = None
-    earlier: Totals | None = None
-    earlier_spent_usd: float | None = None
-    earlier_energy_joules: float | None = None
-    furthest_step: int = 0
-    crossed_thresholds: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def new_identity(*notes: str) -> Identity:
-    return Identity(run_id=uuid.uuid4().hex[:12], notes=notes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the Trainer will do, read from its arguments and state at the start of a session."""
-
-    max_steps: int | None
-    steps_per_epoch: float | None
-    eval_strategy: str
-    eval_steps: float | None
-    save_strategy: str
-    save_steps: float | None
-    logging_strategy: str
-    logging_steps: float | None
-    dataloader_num_workers: int | None
-    num_processes: int
-    num_devices: int
-    is_data_parallel: bool  # torch's DataParallel: hooks would run in several threads
-
-    @classmethod
-    def of(cls, args: Any, state: Any) -> Plan:
-        max_steps = state.max_steps if state.max_steps and state.max_steps > 0 else None
-        epochs = state.num_train_epochs
-        known = max_steps is not None and epochs and 0 < epochs < 2**31
-        return cls(
-            max_steps=max_steps,
-            steps_per_epoch=max_steps / epochs if max_steps is not None and known else None,
-            eval_strategy=_strategy(args.eval_strategy),
-            eval_steps=state.eval_steps,
-            save_strategy=_strategy(args.save_strategy),
-            save_steps=state.save_steps,
-            logging_strategy=_strategy(args.logging_strategy),
-            logging_steps=state.logging_steps,
-            dataloader_num_workers=args.dataloader_num_workers,
-            num_processes=args.world_size,
-            num_devices=args.world_size * max(1, args.n_gpu),
-            is_data_parallel=args.n_gpu > 1,
-        )
-
-
-def _strategy(value: Any) -> str:
-    return str(getattr(value, "value", value))
+_SCHEDULED_PAUSES: Final[tuple[PauseKind, ...]] = ("eval", "save", "log")
 
 
 @dataclass(slots=True)
@@ -212,9 +95,7 @@ class LiveRun:
         self._clock = clock
         self._output_dir = Path(output_dir)
         self.identity = identity
-        self.recorder = StepRecorder(
-            clock, window_steps=settings.window_steps, skip_first_steps=settings.skip_first_steps
-        )
+        self.recorder = StepRecorder(clock, window_steps=settings.window_steps, skip_first_steps=settings.skip_first_steps)
         self.window = ForwardWindow(self._open_forward, self._close_forward)
         self.experts: ExpertLoadCounter | None = None
         self.tokens: TokenCounter | None = None
@@ -242,7 +123,7 @@ class LiveRun:
         self._expected_tokens_per_step: float | None = None
         self._peak_flops_per_second: float | None = None
         self._usd_per_hour: float | None = None
-        self._peaks = _Peaks()
+        self._peaks = PeakMemory()
         self._energy_joules: float | None = identity.earlier_energy_joules
         self._throttle_reasons: int | None = None
         self._gpu = GpuSample()
@@ -306,7 +187,7 @@ class LiveRun:
             model=model_facts,
             device=device_facts,
             price=price.model_dump() if price is not None else None,
-            budget=self._budget_row(),
+            budget=self._settings.budget_row(),
             versions=call("versions", lambda: _trainer_adapter().versions()),
             notes=notes or None,
         )
@@ -323,13 +204,11 @@ class LiveRun:
         if self._is_cuda:
             clock = self._boundary.call("CUDA step clock", lambda: CudaStepClock.on(self._device, self._clock))
             self._step_clock = clock if clock is not None else HostStepClock(self._clock)
-            self._peaks = _Peaks(self._device)
+            self._peaks = PeakMemory(self._device)
 
     def _attach_counters(self, model: Any, notes: list[str]) -> None:
         if self._plan.is_data_parallel:
-            notes.append(
-                "tokens and expert load are not counted under torch's DataParallel; launch one process per GPU"
-            )
+            notes.append("tokens and expert load are not counted under torch's DataParallel; launch one process per GPU")
             return
         if self._plan.num_processes > 1:
             notes.append(f"{self._plan.num_processes} processes: tokens and experts are those of the main process")
@@ -422,7 +301,7 @@ class LiveRun:
         assert self._job is not None
         job = dict(self._job)
         if basis == "tokens_seen":
-            job |= _lengths_seen(self.recorder.session)
+            job |= lengths_seen(self.recorder.session)
         if self._settings.calibration is not None:
             job["calibration"] = self._settings.calibration
         answer: dict[str, Any] = estimate(job).to_dict()
@@ -439,9 +318,7 @@ class LiveRun:
             if gpu is None:
                 notes.append(f"no price: the device is not known, so {self._settings.cloud!r} cannot be looked up")
                 return None
-            price = find_price(
-                gpu, cloud=self._settings.cloud, tier=self._settings.tier, num_gpus=self._plan.num_devices
-            )
+            price = find_price(gpu, cloud=self._settings.cloud, tier=self._settings.tier, num_gpus=self._plan.num_devices)
         if price is not None:
             self._usd_per_hour = bill_usd_per_hour(price, self._plan.num_devices)
         return price
@@ -464,14 +341,6 @@ class LiveRun:
             stop_at_budget=stop,
             crossed=self.identity.crossed_thresholds,
         )
-
-    def _budget_row(self) -> dict[str, Any] | None:
-        row = {
-            "usd": self._settings.budget_usd,
-            "hours": self._settings.budget_hours,
-            "stop_at_budget": self._settings.stop_at_budget,
-        }
-        return row if self._settings.budget_usd is not None or self._settings.budget_hours is not None else None
 
     def _open_file(self) -> None:
         self.file = RunFile(run_file_path(self._output_dir))
@@ -604,11 +473,7 @@ class LiveRun:
         report_due = (
             bool(rows)
             and self.recorder.session.num_steps > 0
-            and (
-                log_follows
-                or self._settings.wandb_every == "step"
-                or self._clock() - self._reported_at >= REPORT_SECONDS
-            )
+            and (log_follows or self._settings.wandb_every == "step" or self._clock() - self._reported_at >= REPORT_SECONDS)
         )
         if report_due:
             last = rows[-1]
@@ -711,39 +576,48 @@ class LiveRun:
             self._boundary.call("expert load", lambda: self._take_experts(extra))
         self._boundary.call("GPU sampler", self._take_gpu)
         self._boundary.call("peak memory", self._peaks.step_ends)
-        report = self.recorder.take_report()
         if self._second_prediction_is_due():
             self._boundary.call("prediction", self._predict_again)
-        estimate = self._prediction.estimate if self._prediction is not None else None
-        mfu, hfu = self._utilisation(report)
-        compared = self._boundary.call(
-            "comparison", lambda: compare(estimate, self._measured(self.recorder.session, mfu))
-        )
+        compared = self._boundary.call("comparison", self._compare)
         self._comparison = compared if compared is not None else Comparison()
         projected = self._boundary.call("projection", lambda: project(self._known()))
         self._projection = projected if projected is not None else Projection()
         self._reported_at, self._last_report_step = self._clock(), self._last_step
-        self._sinks.log(self._window(report, mfu, hfu), extra)
-        if row is None:
-            return None
-        return dataclasses.replace(
-            row,
-            busy_fraction=self._gpu.busy_fraction,
-            sm_active_fraction=self._gpu.sm_active_fraction,
-            memory_used_bytes=self._gpu.memory_used_bytes,
-            power_watts=self._gpu.power_watts,
-            energy_joules=self._gpu.energy_joules,
-            throttle_reasons=self._gpu.throttle_reasons,
+        standing = self._standing(self.recorder.take_report())
+        self._sinks.log(window_of(standing), extra)
+        return completed_row(row, standing) if row is not None else None
+
+    def _standing(self, steps: StepAggregate) -> Standing:
+        estimate = self._prediction.estimate if self._prediction is not None else None
+        mfu, hfu = mfu_and_hfu(estimate, steps, self._peak_flops_per_second)
+        elapsed = self.recorder.elapsed_seconds
+        return Standing(
+            global_step=self._last_step,
+            max_steps=self._plan.max_steps,
+            steps=steps,
+            totals=self.recorder.totals,
+            elapsed_seconds=elapsed,
+            spent_usd=self._spent_usd(elapsed),
+            predicted_usd=self._first_prediction.estimate.get("total_usd") if self._first_prediction else None,
+            projection=self._projection,
+            comparison=self._comparison,
+            gpu=self._gpu,
+            balance=self._balance,
             peak_allocated_bytes=self._peaks.allocated_bytes,
             peak_reserved_bytes=self._peaks.reserved_bytes,
             mfu=mfu,
             hfu=hfu,
-            projected_total_usd=self._projection.projected_usd,
-            projected_total_usd_low=self._projection.projected_usd_low,
-            projected_total_usd_high=self._projection.projected_usd_high,
-            projected_total_seconds=self._projection.projected_total_seconds,
-            projected_total_seconds_low=self._projection.projected_total_seconds_low,
-            projected_total_seconds_high=self._projection.projected_total_seconds_high,
+        )
+
+    def _compare(self) -> Comparison:
+        estimate = self._prediction.estimate if self._prediction is not None else None
+        return compare(estimate, self._measured(self._standing(self.recorder.session)))
+
+    def _measured(self, standing: Standing) -> Measured:
+        return measured_of(
+            standing,
+            throttle_reasons=self._throttle_reasons,
+            dataloader_num_workers=self._plan.dataloader_num_workers,
         )
 
     def _take_experts(self, extra: dict[str, Any]) -> None:
@@ -779,45 +653,13 @@ class LiveRun:
             self._first_prediction is not None
             and self._prediction is self._first_prediction
             and self.recorder.session.num_steps >= STEPS_BEFORE_SECOND_PREDICTION
-            and bool(_lengths_seen(self.recorder.session))
+            and bool(lengths_seen(self.recorder.session))
         )
 
     def _predict_again(self) -> None:
         self._prediction = self._predict("tokens_seen", self._last_step)
         self._write(self._prediction)
         self._sinks.prediction(self._prediction)
-
-    def _utilisation(self, report: StepAggregate) -> tuple[float | None, float | None]:
-        """(mfu, hfu) of the steps in ``report``, on this process's tokens and one device's peak."""
-        if self._prediction is None:
-            return None, None
-        estimate = self._prediction.estimate
-        tokens_per_second = report.per_second(report.num_tokens)
-        predicted_tokens = estimate.get("num_tokens_per_step")
-        return (
-            utilisation(estimate.get("model_flops_per_step"), predicted_tokens, tokens_per_second,
-                        self._peak_flops_per_second),
-            utilisation(estimate.get("hardware_flops_per_step"), predicted_tokens, tokens_per_second,
-                        self._peak_flops_per_second),
-        )  # fmt: skip
-
-    def _measured(self, steps: StepAggregate, mfu: float | None) -> Measured:
-        return Measured(
-            num_steps=steps.num_steps,
-            step_seconds=steps.step_seconds,
-            data_wait_seconds=steps.data_wait_seconds,
-            num_tokens_per_step=steps.per_step(steps.num_tokens),
-            num_non_padding_tokens_per_step=steps.per_step(steps.num_non_padding_tokens),
-            tokens_per_second=steps.per_second(steps.num_tokens),
-            non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
-            peak_allocated_bytes=self._peaks.allocated_bytes,
-            peak_reserved_bytes=self._peaks.reserved_bytes,
-            load_max_over_mean=self._balance.load_max_over_mean if self._balance is not None else None,
-            throttle_reasons=self._throttle_reasons,
-            busy_fraction=self._gpu.busy_fraction,
-            mfu=mfu,
-            dataloader_num_workers=self._plan.dataloader_num_workers,
-        )
 
     def _known(self) -> ProjectionInput:
         recorder = self.recorder
@@ -831,39 +673,22 @@ class LiveRun:
             recent_step_seconds=recorder.recent_step_seconds,
             recent_num_tokens=recorder.recent_num_tokens,
             expected_tokens_per_step=self._expected_tokens_per_step,
-            pauses=tuple(self._pause_plan(kind, before) for kind in ("eval", "save", "log")),
+            pauses=tuple(
+                self._plan.pause_plan(
+                    kind,
+                    steps_done=self._last_step,
+                    is_pending=kind in self._pauses_to_come,
+                    measured_seconds=recorder.pause_seconds(kind),
+                    predicted_total_seconds=before.get(f"{kind}_seconds"),
+                )
+                for kind in _SCHEDULED_PAUSES
+            ),
             spent_usd=self._spent_usd(elapsed),
             usd_per_hour=self._usd_per_hour,
             predicted_total_seconds=before.get("total_seconds"),
             predicted_total_seconds_low=before.get("total_seconds_low"),
             predicted_total_seconds_high=before.get("total_seconds_high"),
             predicted_startup_seconds=before.get("startup_seconds"),
-        )
-
-    def _pause_plan(self, kind: PauseKind, estimate: Mapping[str, Any]) -> PausePlan:
-        plan = self._plan
-        strategy, every = {
-            "eval": (plan.eval_strategy, plan.eval_steps),
-            "save": (plan.save_strategy, plan.save_steps),
-            "log": (plan.logging_strategy, plan.logging_steps),
-        }[kind]
-
-        def still_to_come(steps_done: int) -> int:
-            return num_remaining_pauses(
-                strategy,
-                every_steps=every,
-                steps_done=steps_done,
-                max_steps=plan.max_steps,
-                steps_per_epoch=plan.steps_per_epoch,
-                also_at_the_end=kind != "log",
-            )
-
-        predicted, num_planned = estimate.get(f"{kind}_seconds"), still_to_come(0)
-        return PausePlan(
-            kind=kind,
-            num_remaining=still_to_come(self._last_step) + (kind in self._pauses_to_come),
-            measured_seconds=self.recorder.pause_seconds(kind),
-            predicted_seconds=predicted / num_planned if predicted and num_planned else None,
         )
 
     def _spent_usd(self, elapsed_seconds: float) -> float | None:
@@ -875,52 +700,6 @@ class LiveRun:
             return elapsed_seconds / SECONDS_PER_HOUR * self._usd_per_hour
         since = elapsed_seconds - earlier.wall_seconds
         return self.identity.earlier_spent_usd + since / SECONDS_PER_HOUR * self._usd_per_hour
-
-    def _window(self, report: StepAggregate, mfu: float | None, hfu: float | None) -> Window:
-        totals, projection, balance = self.recorder.totals, self._projection, self._balance
-        elapsed = self.recorder.elapsed_seconds
-        spent = self._spent_usd(elapsed)
-        return Window(
-            global_step=self._last_step,
-            max_steps=self._plan.max_steps,
-            num_steps=report.num_steps,
-            step_seconds=report.step_seconds,
-            tokens_per_second=report.per_second(report.num_tokens),
-            non_padding_tokens_per_second=report.per_second(report.num_non_padding_tokens),
-            supervised_tokens_per_second=report.per_second(report.num_supervised_tokens),
-            samples_per_second=report.per_second(report.num_samples),
-            data_wait_fraction=report.data_wait_fraction,
-            mfu=mfu,
-            hfu=hfu,
-            step_seconds_measured_over_predicted=self._comparison.ratios.get("step_seconds"),
-            spent_usd=spent,
-            projected_usd=projection.projected_usd,
-            projected_usd_low=projection.projected_usd_low,
-            projected_usd_high=projection.projected_usd_high,
-            predicted_usd=self._first_prediction.estimate.get("total_usd") if self._first_prediction else None,
-            usd_per_million_supervised_tokens=(
-                spent / totals.num_supervised_tokens * 1e6
-                if spent is not None and totals.num_supervised_tokens
-                else None
-            ),
-            elapsed_seconds=elapsed,
-            remaining_seconds=projection.remaining_seconds,
-            projected_total_seconds=projection.projected_total_seconds,
-            eval_seconds=totals.eval_seconds,
-            save_seconds=totals.save_seconds,
-            other_seconds=totals.other_seconds,
-            busy_fraction=self._gpu.busy_fraction,
-            sm_active_fraction=self._gpu.sm_active_fraction,
-            memory_used_bytes=self._gpu.memory_used_bytes,
-            peak_allocated_bytes=self._peaks.allocated_bytes,
-            power_watts=self._gpu.power_watts,
-            peak_memory_measured_over_predicted=self._comparison.ratios.get("peak_allocated_bytes"),
-            load_max_over_mean=balance.load_max_over_mean if balance is not None else None,
-            load_cv=balance.load_cv if balance is not None else None,
-            dead_expert_fraction=balance.dead_expert_fraction if balance is not None else None,
-            load_entropy=balance.load_entropy if balance is not None else None,
-            verdict=self._comparison.verdict,
-        )
 
     def _check_budget(self) -> bool:
         elapsed = self.recorder.elapsed_seconds
@@ -940,54 +719,23 @@ class LiveRun:
         )
         for row in crossed or ():
             self._write(row)
-            _log.warning("ftcost: %s", _budget_sentence(row))
             self._sinks.alert(row)
+            if not self._sinks.active:
+                _log.warning("ftcost: %s", budget_line(row))
             self._stopped_at_budget = self._stopped_at_budget or row.action == "stopped"
         return self._stopped_at_budget
 
     def _summary(self) -> Summary:
-        totals, steps = self.recorder.totals, self.recorder.session
+        standing = self._standing(self.recorder.session)
         predictions = {each.basis: each for each in (self._first_prediction, self._prediction) if each is not None}
-        mfu, _ = self._utilisation(steps)
-        measured = self._measured(steps, mfu)
-        finished = self._plan.max_steps is not None and self._last_step >= self._plan.max_steps
-        spent = self._spent_usd(totals.wall_seconds)
-        ratios: dict[str, dict[str, float]] = {}
-        for basis, prediction in predictions.items():
-            ratios[basis] = dict(compare(prediction.estimate, measured).ratios)
-            if finished:
-                for name, value in (("total_seconds", totals.wall_seconds), ("total_usd", spent)):
-                    predicted = prediction.estimate.get(name)
-                    if value is not None and predicted:
-                        ratios[basis][name] = value / predicted
-        status: Literal["finished", "stopped_at_budget", "stopped"] = "finished" if finished else "stopped"
-        return Summary(
-            global_step=self._last_step,
+        return summary_of(
+            standing,
             num_sessions=self.identity.session_index + 1,
-            wall_seconds=totals.wall_seconds,
-            train_seconds=totals.train_seconds,
-            data_wait_seconds=totals.data_wait_seconds,
-            eval_seconds=totals.eval_seconds,
-            save_seconds=totals.save_seconds,
-            log_seconds=totals.log_seconds,
-            startup_seconds=totals.startup_seconds,
-            other_seconds=totals.other_seconds,
-            wasted_seconds=totals.wasted_seconds,
-            num_steps=totals.num_steps,
-            num_tokens=totals.num_tokens,
-            num_non_padding_tokens=totals.num_non_padding_tokens,
-            num_supervised_tokens=totals.num_supervised_tokens,
-            spent_usd=spent,
-            step_seconds_mean=steps.step_seconds,
             first_step_seconds=self.recorder.first_step_seconds,
-            non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
-            mfu=mfu,
-            peak_allocated_bytes=self._peaks.allocated_bytes,
-            peak_reserved_bytes=self._peaks.reserved_bytes,
             energy_joules=self._energy_joules,
-            measured_over_predicted=ratios or None,
-            verdict=self._comparison.verdict,
-            status="stopped_at_budget" if self._stopped_at_budget else status,
+            predictions=list(predictions.values()),
+            measured=self._measured(standing),
+            stopped_at_budget=self._stopped_at_budget,
         )
 
     def _write(self, row: Row) -> None:
@@ -996,73 +744,9 @@ class LiveRun:
             self._boundary.call("run record", lambda: file.append(row))
 
 
-class _Peaks:
-    """torch's high-water marks over the training steps. The counters belong to the process and are never reset.
-
-    A mark that rose during a pause (an evaluation may need more) is not a training step's: it is only taken over once
-    a step has raised it further.
-    """
-
-    def __init__(self, device: Any = None) -> None:
-        self._device = device
-        self._after_pause = (0, 0)
-        self.allocated_bytes: int | None = None
-        self.reserved_bytes: int | None = None
-
-    def _read(self) -> tuple[int, int]:
-        import torch
-
-        return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
-
-    def step_ends(self) -> None:
-        if self._device is None:
-            return
-        allocated, reserved = self._read()
-        if allocated > self._after_pause[0]:
-            self.allocated_bytes = allocated
-        if reserved > self._after_pause[1]:
-            self.reserved_bytes = reserved
-
-    def pause_ends(self) -> None:
-        if self._device is not None:
-            self._after_pause = self._read()
-
-
-def utilisation(
-    flops_per_step: float | None,
-    tokens_per_step: float | None,
-    tokens_per_second: float | None,
-    peak_flops_per_second: float | None,
-) -> float | None:
-    """``flops_per_step / tokens_per_step * tokens_per_second / peak``; ``None`` when a factor is unknown."""
-    if not flops_per_step or not tokens_per_step or tokens_per_second is None or not peak_flops_per_second:
-        return None
-    return flops_per_step / tokens_per_step * tokens_per_second / peak_flops_per_second
-
-
-def _lengths_seen(steps: StepAggregate) -> dict[str, Any]:
-    """Job fields from the tokens of the measured steps; empty when they were not shown."""
-    real, samples, longest = steps.num_non_padding_tokens, steps.num_samples, steps.longest_sequence_tokens
-    if not real or not samples or longest is None:
-        return {}
-    fields: dict[str, Any] = {"lengths": {"mean": min(real / samples, float(longest)), "max": longest}}
-    if steps.num_supervised_tokens:
-        fields["supervised_fraction"] = min(1.0, steps.num_supervised_tokens / real)
-    return fields
-
-
 def _token_totals(totals: Totals) -> dict[str, int]:
     names = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens")
     return {name: value for name in names if (value := getattr(totals, name)) is not None}
-
-
-def _budget_sentence(row: Budget) -> str:
-    unit = "USD" if row.kind == "usd" else "hours"
-    limit = f"the budget of {row.limit:g} {unit}"
-    if row.threshold == "projected":
-        return f"the run is projected to take {row.projected:.2f} {unit}, over {limit} (step {row.global_step})"
-    sentence = f"{row.spent:.2f} {unit} are spent: {row.threshold} of {limit} (step {row.global_step})"
-    return sentence + ("; saving and stopping" if row.action == "stopped" else "")
 
 
 def _trainer_adapter() -> Any:

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - the multiplication sign is meant
 """The charts of the report as plain plotly mappings: data, layout, and what stands in the legend.
 
 A colour is the name of a CSS variable ("--accent"); the page's script puts in its value, light or dark. No series has
@@ -185,9 +184,7 @@ def cost_figure(run: ReportedRun) -> tuple[Figure, list[LegendEntry]] | None:
     if banded:
         traces += band(banded, "--accent-wash", low=3, high=4)
         legend.append(("band", "--accent-wash", "its band"))
-    traces_of_prediction, legend_of_prediction = _prediction(
-        run.before, f"total_{quantity}", ends, y_unit, "before the run"
-    )
+    traces_of_prediction, legend_of_prediction = _prediction(run.before, f"total_{quantity}", ends, y_unit, "before the run")
     traces += traces_of_prediction
     legend += legend_of_prediction
     if projected:
@@ -269,11 +266,13 @@ def rate_figure(
     few = len(raw) < 12
     marker = {"color": "--accent" if few else "--accent-dots", "size": 7 if few else 4}
     traces.append(line(raw, "--accent", name="step", mode="markers", marker=marker))
-    legend: list[LegendEntry] = [("points", "--accent-dots", "steps")]
+    measured = [value for value in y if value == value]
+    stretch = math.ceil(2 * len(measured) / max(1, len(raw)))
+    thinned = f", the lowest and highest of every {stretch:,}" if len(raw) < len(measured) else ""
+    legend: list[LegendEntry] = [("points", "--accent-dots", f"steps{thinned}")]
     if not few:
         traces.append(line(median, "--accent", name="running median", line={"color": "--accent", "width": 2.2}))
         legend.append(("line", "--accent", "running median"))
-    measured = [value for value in y if value == value]
     top = _axis_top(measured, finite(run.best_prediction.get(predicted_name)))
     suffix = " s" if predicted_name == "step_seconds" else ""
     layout: Figure = {

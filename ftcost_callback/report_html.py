@@ -182,9 +182,7 @@ def _legend(entries: Sequence[LegendEntry]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def _chart(
-    run: ReportedRun, name: str, figure: Figure, figures: dict[str, Figure], label: str, *, low: bool = False
-) -> str:
+def _chart(run: ReportedRun, name: str, figure: Figure, figures: dict[str, Figure], label: str, *, low: bool = False) -> str:
     """The place of a chart, which the page's script draws from ``figures``."""
     chart_id = f"{run.id}-{name}"
     figures[chart_id] = figure
@@ -252,9 +250,7 @@ def _verdict(run: ReportedRun) -> str | None:
 
 def _card(name: str, value: str | None, note: str = "", *, first: bool = False, absent: str = "not measured") -> str:
     """``value`` is plain text; ``note`` too."""
-    shown = (
-        f'<div class="value">{_with_unit(value)}</div>' if value else f'<div class="value none">{escape(absent)}</div>'
-    )
+    shown = f'<div class="value">{_with_unit(value)}</div>' if value else f'<div class="value none">{escape(absent)}</div>'
     return (
         f'<div class="card{" first" if first else ""}"><div class="name">{escape(name)}</div>{shown}'
         f'<div class="note">{escape(note)}</div></div>'
@@ -304,9 +300,7 @@ def _cards_html(run: ReportedRun) -> str:
 
     cards = (
         _card("Spent" if run.is_over else "Spent so far", spent, spent_note, first=True, absent="no price"),
-        _card(
-            "Predicted before the run", predicted, predicted_note and interval + predicted_note, absent=no_prediction
-        ),
+        _card("Predicted before the run", predicted, predicted_note and interval + predicted_note, absent=no_prediction),
         _card(
             "Measured over predicted" if run.is_complete else "Projected over predicted",
             f"{ratio:.2f}" if ratio else None,
@@ -421,9 +415,7 @@ def _speed_html(run: ReportedRun, figures: dict[str, Figure]) -> str:
         figure, _ = rate_figure(run, speed, "non_padding_tokens_per_second", with_pauses=False)
         content += _chart(run, "tokens", figure, figures, "Tokens per second over steps", low=True)
     else:
-        content += _absent(
-            run.reason("token") or "The step rows hold no token counts: this trainer does not show them."
-        )
+        content += _absent(run.reason("token") or "The step rows hold no token counts: this trainer does not show them.")
     return _section("Speed", " ".join(notes), content)
 
 
@@ -537,9 +529,7 @@ def _memory_gauge(
             for part, name, num_bytes in parts
         )
         span = f'title="{escape(_range(low, high, gib))}"'
-        interval = (
-            f'<i class="whisker" style="left:{at(low)};width:{at(high - low)}" {span}></i>' if high > low > 0 else ""
-        )
+        interval = f'<i class="whisker" style="left:{at(low)};width:{at(high - low)}" {span}></i>' if high > low > 0 else ""
         rows += row("Predicted", segments, interval)
     for text, num_bytes in measured:
         inside = num_bytes > 0.5 * full
@@ -561,9 +551,7 @@ def _gpu_html(run: ReportedRun, figures: dict[str, Figure]) -> str:
             content += _chart(run, name, figure, figures, f"{title} of the GPU over steps", low=True)
     if not content:
         said = run.reason("gpu", "nvml", "nvidia")
-        return _section(
-            "GPU", "", _absent(said or "The record holds no GPU samples: no NVIDIA driver, or switched off.")
-        )
+        return _section("GPU", "", _absent(said or "The record holds no GPU samples: no NVIDIA driver, or switched off."))
     facts = []
     energy = first_known(run.series.summary_value("energy_joules"), run.series.total("energy_joules"))
     if energy:
@@ -635,9 +623,7 @@ def _job_html(run: ReportedRun) -> str:
     columns = ["", ""]
     for title, pairs in groups:
         if pairs:
-            rows = "".join(
-                f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in pairs
-            )
+            rows = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in pairs)
             table = f'<h3>{title}</h3><div class="scroll"><table class="keys"><tbody>{rows}</tbody></table></div>'
             columns[0 if title == "Job" else 1] += table
     content = f'<div class="inner-columns"><div>{columns[0]}</div><div>{columns[1]}</div></div>'
@@ -752,42 +738,43 @@ def _notes_html(run: ReportedRun) -> str:
 
 
 def _comparison_html(runs: Sequence[ReportedRun]) -> str:
-    rows = []
-    for run in runs:
-        ratio, _ = plan_ratio(run)
-        spent, final, predicted = run.totals.spent_usd, run.final_usd, finite(run.before.get("total_usd"))
-        step, tokens, mfu = run.steady_step_seconds, run.tokens_per_second("num_non_padding_tokens"), run.mfu
-        peak = first_known(run.peak_bytes("peak_reserved_bytes"), run.peak_bytes("peak_allocated_bytes"))
-        device = run.series.session("device").get("name") or run.series.session("job").get("gpu")
-        shown = [
-            usd(spent) if spent is not None else None,
-            usd(final) if final is not None else None,
-            usd(predicted) if predicted is not None else None,
-            f"{ratio:.2f}" if ratio is not None else None,
-            duration(run.totals.wall_seconds),
-            f"{run.num_steps_done:,}" if run.num_steps_done else None,
-            duration(step) if step else None,
-            count(tokens) if tokens else None,
-            percent(mfu) if mfu is not None else None,
-            gib(peak) if peak else None,
-            str(device) if device else None,
-        ]
-        name = (
-            f'{escape(run.name)}<span class="range">{escape(run.series.run_id or _short_path(run.series.path))}</span>'
-        )
-        rows.append([f"{len(rows) + 1}. {name}", *(escape(cell) if cell is not None else "–" for cell in shown)])
-    head = ["Run", "Spent", "Final or projected", "Predicted", "Over predicted", "Wall time", "Steps", "Step time",
-            "Tokens/s", "MFU", "Peak memory", "Device"]  # fmt: skip
+    head = ["Run", "Spent", "Final or projected", "Predicted", "Over predicted", "Wall time"]
+    head += ["Steps", "Step time", "Tokens/s", "MFU", "Peak memory", "Device"]
+    rows = [_comparison_row(number, run) for number, run in enumerate(runs, start=1)]
     explanation = "Tokens per second leave padding out. A dash: not measured in that run."
     return f"<h1>{len(runs)} runs side by side</h1>" + _section("Comparison", explanation, _table(head, rows))
 
 
+def _comparison_row(number: int, run: ReportedRun) -> list[str]:
+    predicted, (ratio, _) = finite(run.before.get("total_usd")), plan_ratio(run)
+    tokens_per_second = run.tokens_per_second("num_non_padding_tokens")
+    peak_bytes = first_known(run.peak_bytes("peak_reserved_bytes"), run.peak_bytes("peak_allocated_bytes"))
+    device = run.series.session("device").get("name") or run.series.session("job").get("gpu")
+    figures: list[tuple[float | None, Callable[[float], str]]] = [
+        (run.totals.spent_usd, usd),
+        (run.final_usd, usd),
+        (predicted, usd),
+        (ratio, "{:.2f}".format),
+        (run.totals.wall_seconds, duration),
+        (run.num_steps_done, "{:,}".format),
+        (run.steady_step_seconds, duration),
+        (tokens_per_second, count),
+        (run.mfu, percent),
+        (peak_bytes, gib),
+    ]
+    name = escape(run.name) + _range_html(run.series.run_id or _short_path(run.series.path))
+    cells = [escape(text(value)) if value is not None else "–" for value, text in figures]
+    return [f"{number}. {name}", *cells, escape(str(device)) if device else "–"]
+
+
 def _tabs_html(runs: Sequence[ReportedRun]) -> str:
-    buttons = "".join(
-        f'<button type="button" role="tab" aria-selected="{str(index == 0).lower()}" aria-controls="{run.id}" '
-        f'id="{run.id}-tab">{index + 1}. {escape(run.name)}{" · " + escape(run.series.run_id) if run.series.run_id else ""}</button>'
-        for index, run in enumerate(runs)
-    )
+    buttons = ""
+    for number, run in enumerate(runs, start=1):
+        name = " · ".join(part for part in (f"{number}. {run.name}", run.series.run_id) if part)
+        buttons += (
+            f'<button type="button" role="tab" id="{run.id}-tab" aria-controls="{run.id}" '
+            f'aria-selected="{str(number == 1).lower()}">{escape(name)}</button>'
+        )
     return f'<div class="tabs needs-js" role="tablist" aria-label="Runs">{buttons}</div>'
 
 

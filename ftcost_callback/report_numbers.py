@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 - a true minus sign in dollars
 """Numbers as the report prints them: the only place there that rounds."""
 
 from __future__ import annotations
@@ -43,15 +42,7 @@ def duration(seconds: float) -> str:
 
 def percent(share: float) -> str:
     value = 100 * share
-    return (
-        "0 %"
-        if value == 0
-        else "< 0.1 %"
-        if 0 < value < 0.1
-        else f"{value:.1f} %"
-        if value < 99.95
-        else f"{value:.0f} %"
-    )
+    return "0 %" if value == 0 else "< 0.1 %" if 0 < value < 0.1 else f"{value:.1f} %" if value < 99.95 else f"{value:.0f} %"
 
 
 def count(value: float) -> str:

@@ -189,12 +189,12 @@ def savings(run: ReportedRun) -> list[Saving]:
         Saving(
             seconds["eval"],
             "Evaluate less",
-            f"{evals or 'The'} evaluations. Fewer, on fewer samples, or with a larger `per_device_eval_batch_size`.",
+            f"{f'{evals:,}' if evals else 'The'} evaluations. Fewer, on fewer samples, or with a larger `per_device_eval_batch_size`.",
         ),
         Saving(
             seconds["save"],
             "Save less",
-            f"{saves or 'The'} checkpoints. Try `save_only_model`, a larger `save_steps` or a faster disk.",
+            f"{f'{saves:,}' if saves else 'The'} checkpoints. Try `save_only_model`, a larger `save_steps` or a faster disk.",
         ),
         Saving(
             seconds["startup"],

@@ -122,8 +122,7 @@ class ExpertFrames:
             self._rows_in_last += self._rows_per_frame if len(pairs[-1]) == 2 else 0
             self._rows_per_frame *= 2
             self.frames = [
-                (pair[0][0], pair[-1][1], _sum(pair[0][2], pair[1][2]) if len(pair) == 2 else pair[0][2])
-                for pair in pairs
+                (pair[0][0], pair[-1][1], _sum(pair[0][2], pair[1][2]) if len(pair) == 2 else pair[0][2]) for pair in pairs
             ]
 
 

@@ -200,9 +200,7 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None) -> RunR
     if not record.sessions:
         known = ", ".join(sorted({str(rows[place]["run_id"]) for place in starts}))
         raise CostModelError(f"{file} holds no run {wanted!r}; it holds {known}")
-    return dataclasses.replace(
-        record, totals=totals.totals, spent_usd=totals.spent_usd, num_unread_lines=num_unread_lines
-    )
+    return dataclasses.replace(record, totals=totals.totals, spent_usd=totals.spent_usd, num_unread_lines=num_unread_lines)
 
 
 class _RowTotals:
@@ -240,9 +238,7 @@ def _find_record(path: Path) -> Path:
     for file in (path, path / FILE_NAME, path / FOLDER_NAME / FILE_NAME):
         if file.is_file():
             return file
-    raise CostModelError(
-        f"no run record at {path}; give the output_dir of a run, its {FOLDER_NAME} folder or {FILE_NAME}"
-    )
+    raise CostModelError(f"no run record at {path}; give the output_dir of a run, its {FOLDER_NAME} folder or {FILE_NAME}")
 
 
 def _read_lines(file: Path) -> Iterator[Mapping[str, Any] | None]:

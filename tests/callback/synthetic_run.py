@@ -176,8 +176,7 @@ def expert_tokens(rng: random.Random, step: int, num_tokens: int) -> list[list[i
     for layer in range(NUM_LAYERS):
         depth = layer / (NUM_LAYERS - 1)
         weights = [
-            (1.0 + 0.25 * math.sin(1.7 * expert + 0.6 * layer)) * rng.uniform(0.95, 1.05)
-            for expert in range(NUM_EXPERTS)
+            (1.0 + 0.25 * math.sin(1.7 * expert + 0.6 * layer)) * rng.uniform(0.95, 1.05) for expert in range(NUM_EXPERTS)
         ]
         for expert in (2, 5):
             weights[expert] *= 1.0 + 2.4 * drift * depth

@@ -73,7 +73,8 @@ def test_a_name_of_several_products_is_refused_with_their_list(typed: str, candi
 
 
 @pytest.mark.parametrize(
-    "typed", ["RTX 9090", "RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "T4G", "H800", "RTX 3080 12GB", "", "rtx"]
+    "typed",
+    ["RTX 9090", "RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "T4G", "H800", "RTX 3080 12GB", "", "rtx"],
 )
 def test_an_unknown_gpu_never_gets_another_ones_numbers(typed: str) -> None:
     with pytest.raises(UnknownNameError, match="--gpu-memory-gib"):
@@ -81,7 +82,7 @@ def test_an_unknown_gpu_never_gets_another_ones_numbers(typed: str) -> None:
 
 
 def test_an_unknown_gpu_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="nearest: .*RTX 4090"):
+    with pytest.raises(UnknownNameError, match=r"nearest: .*RTX 4090"):
         find_gpu("RTX 4091")
 
 

@@ -70,7 +70,7 @@ def test_no_ranked_row_is_older_than_another_of_the_same_offer() -> None:
 
 
 def test_gcp_a100_is_the_whole_machine() -> None:
-    # skypilot-catalog#31: 0.94 was the GPU-less part; AWS and GCP's own 3.673 holds host and GPU.
+    # skypilot-catalog#31: that feed lists host and GPU apart; a price is only whole with both.
     price = find_price("A100-SXM4-40GB", cloud="gcp")
     assert price.usd_per_gpu_hour == 3.673
     assert "host only" not in price.product
@@ -154,7 +154,7 @@ def test_an_unsaid_tier_is_on_demand_or_the_clouds_only_one() -> None:
 def test_no_price_lists_what_exists() -> None:
     with pytest.raises(CostModelError, match=r"no dated reserved price for A40.*RunPod spot 0\.28.*--usd-per-gpu-hour"):
         find_price("A40", tier="reserved")
-    with pytest.raises(CostModelError, match="known for this GPU .*: none"):
+    with pytest.raises(CostModelError, match=r"known for this GPU .*: none"):
         find_price("P100-PCIE-16GB")
 
 

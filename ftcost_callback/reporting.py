@@ -1,0 +1,224 @@
+"""What is reported, from what is known: pure functions from records to records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from ftcost_callback.comparison import Comparison, Measured, compare
+from ftcost_callback.expert_balance import ExpertBalance
+from ftcost_callback.projection import Projection
+from ftcost_callback.recorder import StepAggregate, Totals
+from ftcost_callback.records import GpuSample, Prediction, Step, Summary, Window
+
+_MILLION: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Everything that is known at one moment of a run. ``None``: not measured."""
+
+    global_step: int
+    max_steps: int | None
+    steps: StepAggregate  # what the report is about: those since the last one, or the session's
+    totals: Totals
+    elapsed_seconds: float
+    spent_usd: float | None = None
+    predicted_usd: float | None = None
+    projection: Projection = field(default_factory=Projection)
+    comparison: Comparison = field(default_factory=Comparison)
+    gpu: GpuSample = field(default_factory=GpuSample)
+    balance: ExpertBalance | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+
+
+def utilisation(
+    flops_per_step: float | None,
+    tokens_per_step: float | None,
+    tokens_per_second: float | None,
+    peak_flops_per_second: float | None,
+) -> float | None:
+    """``flops_per_step / tokens_per_step * tokens_per_second / peak``; ``None`` when a factor is unknown."""
+    if not flops_per_step or not tokens_per_step or tokens_per_second is None or not peak_flops_per_second:
+        return None
+    return flops_per_step / tokens_per_step * tokens_per_second / peak_flops_per_second
+
+
+def mfu_and_hfu(
+    estimate: Mapping[str, Any] | None, steps: StepAggregate, peak_flops_per_second: float | None
+) -> tuple[float | None, float | None]:
+    """Of ``steps``: the estimate's FLOPs per token times the measured tokens per second, over one device's peak."""
+    if estimate is None:
+        return None, None
+    tokens_per_step, tokens_per_second = estimate.get("num_tokens_per_step"), steps.per_second(steps.num_tokens)
+    mfu, hfu = (
+        utilisation(estimate.get(name), tokens_per_step, tokens_per_second, peak_flops_per_second)
+        for name in ("model_flops_per_step", "hardware_flops_per_step")
+    )
+    return mfu, hfu
+
+
+def measured_of(
+    standing: Standing, *, throttle_reasons: int | None = None, dataloader_num_workers: int | None = None
+) -> Measured:
+    """What :func:`compare` holds against an estimate."""
+    steps = standing.steps
+    return Measured(
+        num_steps=steps.num_steps,
+        step_seconds=steps.step_seconds,
+        data_wait_seconds=steps.data_wait_seconds,
+        num_tokens_per_step=steps.per_step(steps.num_tokens),
+        num_non_padding_tokens_per_step=steps.per_step(steps.num_non_padding_tokens),
+        tokens_per_second=steps.per_second(steps.num_tokens),
+        non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
+        peak_allocated_bytes=standing.peak_allocated_bytes,
+        peak_reserved_bytes=standing.peak_reserved_bytes,
+        load_max_over_mean=standing.balance.load_max_over_mean if standing.balance is not None else None,
+        throttle_reasons=throttle_reasons,
+        busy_fraction=standing.gpu.busy_fraction,
+        mfu=standing.mfu,
+        dataloader_num_workers=dataloader_num_workers,
+    )
+
+
+def lengths_seen(steps: StepAggregate) -> dict[str, Any]:
+    """Job fields from the tokens of the measured steps; empty when they were not shown."""
+    real, samples, longest = steps.num_non_padding_tokens, steps.num_samples, steps.longest_sequence_tokens
+    if not real or not samples or longest is None:
+        return {}
+    fields: dict[str, Any] = {"lengths": {"mean": min(real / samples, float(longest)), "max": longest}}
+    if steps.num_supervised_tokens:
+        fields["supervised_fraction"] = min(1.0, steps.num_supervised_tokens / real)
+    return fields
+
+
+def window_of(standing: Standing) -> Window:
+    """What sinks are given."""
+    steps, totals, projection = standing.steps, standing.totals, standing.projection
+    gpu, balance, ratios = standing.gpu, standing.balance, standing.comparison.ratios
+    per_million: float | None = None
+    if standing.spent_usd is not None and totals.num_supervised_tokens:
+        per_million = standing.spent_usd / totals.num_supervised_tokens * _MILLION
+    return Window(
+        global_step=standing.global_step,
+        max_steps=standing.max_steps,
+        num_steps=steps.num_steps,
+        step_seconds=steps.step_seconds,
+        tokens_per_second=steps.per_second(steps.num_tokens),
+        non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
+        supervised_tokens_per_second=steps.per_second(steps.num_supervised_tokens),
+        samples_per_second=steps.per_second(steps.num_samples),
+        data_wait_fraction=steps.data_wait_fraction,
+        mfu=standing.mfu,
+        hfu=standing.hfu,
+        step_seconds_measured_over_predicted=ratios.get("step_seconds"),
+        spent_usd=standing.spent_usd,
+        projected_usd=projection.projected_usd,
+        projected_usd_low=projection.projected_usd_low,
+        projected_usd_high=projection.projected_usd_high,
+        predicted_usd=standing.predicted_usd,
+        usd_per_million_supervised_tokens=per_million,
+        elapsed_seconds=standing.elapsed_seconds,
+        remaining_seconds=projection.remaining_seconds,
+        projected_total_seconds=projection.projected_total_seconds,
+        eval_seconds=totals.eval_seconds,
+        save_seconds=totals.save_seconds,
+        other_seconds=totals.other_seconds,
+        busy_fraction=gpu.busy_fraction,
+        sm_active_fraction=gpu.sm_active_fraction,
+        memory_used_bytes=gpu.memory_used_bytes,
+        peak_allocated_bytes=standing.peak_allocated_bytes,
+        power_watts=gpu.power_watts,
+        peak_memory_measured_over_predicted=ratios.get("peak_allocated_bytes"),
+        load_max_over_mean=balance.load_max_over_mean if balance is not None else None,
+        load_cv=balance.load_cv if balance is not None else None,
+        dead_expert_fraction=balance.dead_expert_fraction if balance is not None else None,
+        load_entropy=balance.load_entropy if balance is not None else None,
+        verdict=standing.comparison.verdict,
+    )
+
+
+def completed_row(row: Step, standing: Standing) -> Step:
+    """The row of the step that a report follows, with what is known only at a report."""
+    gpu, projection = standing.gpu, standing.projection
+    return dataclasses.replace(
+        row,
+        busy_fraction=gpu.busy_fraction,
+        sm_active_fraction=gpu.sm_active_fraction,
+        memory_used_bytes=gpu.memory_used_bytes,
+        power_watts=gpu.power_watts,
+        energy_joules=gpu.energy_joules,
+        throttle_reasons=gpu.throttle_reasons,
+        peak_allocated_bytes=standing.peak_allocated_bytes,
+        peak_reserved_bytes=standing.peak_reserved_bytes,
+        mfu=standing.mfu,
+        hfu=standing.hfu,
+        projected_total_usd=projection.projected_usd,
+        projected_total_usd_low=projection.projected_usd_low,
+        projected_total_usd_high=projection.projected_usd_high,
+        projected_total_seconds=projection.projected_total_seconds,
+        projected_total_seconds_low=projection.projected_total_seconds_low,
+        projected_total_seconds_high=projection.projected_total_seconds_high,
+    )
+
+
+def summary_of(
+    standing: Standing,
+    *,
+    num_sessions: int,
+    first_step_seconds: float | None,
+    energy_joules: float | None,
+    predictions: Sequence[Prediction],
+    measured: Measured,
+    stopped_at_budget: bool,
+) -> Summary:
+    """The last row of a session: totals over the run, rates of this session."""
+    totals, steps = standing.totals, standing.steps
+    finished = standing.max_steps is not None and standing.global_step >= standing.max_steps
+    status: Literal["finished", "stopped"] = "finished" if finished else "stopped"
+    return Summary(
+        global_step=standing.global_step,
+        num_sessions=num_sessions,
+        wall_seconds=totals.wall_seconds,
+        train_seconds=totals.train_seconds,
+        data_wait_seconds=totals.data_wait_seconds,
+        eval_seconds=totals.eval_seconds,
+        save_seconds=totals.save_seconds,
+        log_seconds=totals.log_seconds,
+        startup_seconds=totals.startup_seconds,
+        other_seconds=totals.other_seconds,
+        wasted_seconds=totals.wasted_seconds,
+        num_steps=totals.num_steps,
+        num_tokens=totals.num_tokens,
+        num_non_padding_tokens=totals.num_non_padding_tokens,
+        num_supervised_tokens=totals.num_supervised_tokens,
+        spent_usd=standing.spent_usd,
+        step_seconds_mean=steps.step_seconds,
+        first_step_seconds=first_step_seconds,
+        non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
+        mfu=standing.mfu,
+        peak_allocated_bytes=standing.peak_allocated_bytes,
+        peak_reserved_bytes=standing.peak_reserved_bytes,
+        energy_joules=energy_joules,
+        measured_over_predicted={
+            each.basis: _ratios(each.estimate, standing, measured, with_totals=finished) for each in predictions
+        }
+        or None,
+        verdict=standing.comparison.verdict,
+        status="stopped_at_budget" if stopped_at_budget else status,
+    )
+
+
+def _ratios(estimate: Mapping[str, Any], standing: Standing, measured: Measured, *, with_totals: bool) -> dict[str, float]:
+    ratios = dict(compare(estimate, measured).ratios)
+    if with_totals:
+        for name, value in (("total_seconds", standing.totals.wall_seconds), ("total_usd", standing.spent_usd)):
+            predicted = estimate.get(name)
+            if value is not None and predicted:
+                ratios[name] = value / predicted
+    return ratios

@@ -1,0 +1,136 @@
+"""What is settled when a session begins: the callback's settings, which run it belongs to, what the Trainer will do."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from costmodel.specs import Price
+from ftcost_callback.projection import PausePlan, num_remaining_pauses
+from ftcost_callback.recorder import Totals
+from ftcost_callback.records import PauseKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The callback's arguments, checked."""
+
+    price: Price | None = None  # given; a cloud's is looked up when the device is known
+    cloud: str | None = None
+    tier: str | None = None
+    budget_usd: float | None = None
+    budget_hours: float | None = None
+    stop_at_budget: bool = False
+    window_steps: int = 50
+    skip_first_steps: int = 1
+    predict: bool = True
+    calibration: Any = None
+    profile_steps: int = 0
+    sample_period_seconds: float = 0.5
+    expert_load: bool = True
+    wandb_every: Literal["log", "step"] = "log"
+    peak_flops_per_second: float | None = None
+
+    def budget_row(self) -> dict[str, Any] | None:
+        """For the session row; ``None`` without a budget."""
+        if self.budget_usd is None and self.budget_hours is None:
+            return None
+        return {"usd": self.budget_usd, "hours": self.budget_hours, "stop_at_budget": self.stop_at_budget}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which run this session belongs to, and what came before it."""
+
+    run_id: str
+    session_index: int = 0
+    resumed_from_step: int | None = None
+    earlier: Totals | None = None
+    earlier_spent_usd: float | None = None
+    earlier_energy_joules: float | None = None
+    furthest_step: int = 0
+    crossed_thresholds: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def new_run_id() -> str:
+    """From the operating system's entropy: Python's and torch's random states stay as they are."""
+    return uuid.uuid4().hex[:12]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the Trainer will do, read from its arguments and state at the start of a session."""
+
+    max_steps: int | None
+    steps_per_epoch: float | None
+    eval_strategy: str
+    eval_steps: float | None
+    save_strategy: str
+    save_steps: float | None
+    logging_strategy: str
+    logging_steps: float | None
+    dataloader_num_workers: int | None
+    num_processes: int
+    num_devices: int
+    is_data_parallel: bool  # torch's DataParallel: hooks would run in several threads
+
+    @classmethod
+    def of(cls, args: Any, state: Any) -> Plan:
+        max_steps = state.max_steps if state.max_steps and state.max_steps > 0 else None
+        epochs = state.num_train_epochs
+        is_finite = bool(epochs) and 0 < epochs < 2**31  # data without a length is given sys.maxsize epochs
+        return cls(
+            max_steps=max_steps,
+            steps_per_epoch=max_steps / epochs if max_steps is not None and is_finite else None,
+            eval_strategy=_strategy(args.eval_strategy),
+            eval_steps=state.eval_steps,
+            save_strategy=_strategy(args.save_strategy),
+            save_steps=state.save_steps,
+            logging_strategy=_strategy(args.logging_strategy),
+            logging_steps=state.logging_steps,
+            dataloader_num_workers=args.dataloader_num_workers,
+            num_processes=args.world_size,
+            num_devices=args.world_size * max(1, args.n_gpu),
+            is_data_parallel=args.n_gpu > 1,
+        )
+
+    def num_remaining(self, kind: PauseKind, steps_done: int) -> int:
+        """How many pauses of this kind come after ``steps_done``."""
+        strategy, every = {
+            "eval": (self.eval_strategy, self.eval_steps),
+            "save": (self.save_strategy, self.save_steps),
+            "log": (self.logging_strategy, self.logging_steps),
+        }.get(kind, ("no", None))
+        return num_remaining_pauses(
+            strategy,
+            every_steps=every,
+            steps_done=steps_done,
+            max_steps=self.max_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            also_at_the_end=kind != "log",
+        )
+
+    def pause_plan(
+        self,
+        kind: PauseKind,
+        *,
+        steps_done: int,
+        is_pending: bool,
+        measured_seconds: Iterable[float],
+        predicted_total_seconds: float | None,
+    ) -> PausePlan:
+        """``is_pending``: the pause of the step just done is still to come. The prediction is for all of its kind."""
+        num_planned = self.num_remaining(kind, 0)
+        return PausePlan(
+            kind=kind,
+            num_remaining=self.num_remaining(kind, steps_done) + is_pending,
+            measured_seconds=tuple(measured_seconds),
+            predicted_seconds=predicted_total_seconds / num_planned if predicted_total_seconds and num_planned else None,
+        )
+
+
+def _strategy(value: Any) -> str:
+    return str(getattr(value, "value", value))

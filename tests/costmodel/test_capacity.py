@@ -1,0 +1,74 @@
+"""The largest batch and length are exact: equal to a scan."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel.capacity import largest_that_fits, share_of_batches_that_fit
+from costmodel.estimation import estimate
+from costmodel.lengths import LengthDistribution
+
+
+@pytest.mark.parametrize("capacity", [0, 9, 10, 11, 57, 999, 1000, 5_000])
+def test_search_equals_a_scan_on_a_line_with_a_kink(capacity: int) -> None:
+    def peak(n: int) -> int:
+        return 10 * n if n < 50 else 10 * 50 + 3 * (n - 50) + (n // 7)
+
+    scanned = max((n for n in range(1, 1000) if peak(n) <= capacity), default=0)
+    assert largest_that_fits(peak, capacity, 999) == scanned
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "lora", "lora_r": 16, "gradient_checkpointing": True},
+        {"method": "full", "gradient_checkpointing": False, "gpu": "H100 SXM"},
+        {"method": "qlora", "bf16": True, "framework": "trl", "supervised_fraction": 0.5},
+    ],
+    ids=["lora", "full", "qlora-trl"],
+)
+def test_largest_batch_and_length_equal_a_scan(changes: dict) -> None:
+    job = {
+        "model": "meta-llama/Llama-3.2-3B",
+        "gpu": "RTX 4090",
+        "dtype": "bfloat16",
+        "max_length": 1024,
+        "lengths": {"histogram": {"100": 5, "1024": 1}},
+        **changes,
+    }
+    answer = estimate(job, per_device_train_batch_size=4)
+    fits = [size for size in range(1, 120) if estimate(job, per_device_train_batch_size=size).headroom_bytes >= 0]
+    # a scan that stops at its own end proves nothing
+    assert 0 < len(fits) < 119
+    assert answer.max_batch_size == max(fits)
+    at_limit = {"histogram": {"100": 5, str(answer.max_length_that_fits): 1}}
+    above = {"histogram": {"100": 5, str(answer.max_length_that_fits + 1): 1}}
+    longest = {"per_device_train_batch_size": 4, "max_length": 10**6}
+    assert estimate(job, **longest | {"lengths": at_limit}).headroom_bytes >= 0
+    assert estimate(job, **longest | {"lengths": above}).headroom_bytes < 0
+
+
+def test_share_of_batches_that_fit_is_the_cumulative_share_to_the_power_of_the_batch() -> None:
+    dist = LengthDistribution((10, 20, 30), (0.5, 0.4, 0.1), 0.0, None)
+    assert share_of_batches_that_fit(dist, 4, 29) == pytest.approx(0.9**4)
+    assert share_of_batches_that_fit(dist, 4, 30) == 1.0
+    assert share_of_batches_that_fit(dist, 4, 5) == 0.0
+
+
+def test_one_long_sample_decides_and_the_warning_says_when_it_comes() -> None:
+    """LoRA with a single very long sample ran until step 128 and died there (LlamaFactory issue 10367)."""
+    answer = estimate(
+        model="meta-llama/Llama-3.1-8B",
+        gpu="RTX 4090",
+        method="lora",
+        dtype="bfloat16",
+        bf16=True,
+        gradient_checkpointing=True,
+        per_device_train_batch_size=1,
+        max_length=32768,
+        lengths={"histogram": {"512": 127, "32768": 1}},
+        num_samples=1000,
+    )
+    assert answer.verdict == "does_not_fit"
+    assert answer.share_of_batches_that_fit == pytest.approx(127 / 128)
+    assert any("one in 128" in warning for warning in answer.warnings)

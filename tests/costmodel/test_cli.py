@@ -1,0 +1,476 @@
+"""The command line: flags, files, exit codes, one line per error. The estimate is stood in for."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_answer import ANSWER, GIB, StandInEstimator
+
+from costmodel import cli
+from costmodel.errors import CostModelError
+from costmodel.specs import Job, Lengths
+
+MODEL = "mistralai/Mixtral-8x7B-v0.1"
+
+
+@pytest.fixture
+def estimator(monkeypatch: pytest.MonkeyPatch) -> StandInEstimator:
+    return _install(monkeypatch)
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> StandInEstimator:
+    stand_in = StandInEstimator(**changes)
+    monkeypatch.setattr(importlib.import_module("costmodel.estimation"), "estimate", stand_in)
+    return stand_in
+
+
+def _wrong_input(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr of a command that must end with exit code 2 and say nothing on stdout."""
+    assert cli.run(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ftcost: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- flags
+
+# A value for each field of a job, as typed, and what the job must then hold.
+FLAG_VALUES: dict[str, tuple[str | None, Any]] = {
+    "schema_version": ("1", 1),
+    "model": (MODEL, MODEL),
+    "model_overrides": ('{"num_experts_per_tok": 8}', {"num_experts_per_tok": 8}),
+    "gpu": ("A40", "A40"),
+    "num_gpus": ("2", 2),
+    "method": ("lora", "lora"),
+    "quantization": ("nf4", "nf4"),
+    "double_quant": (None, True),
+    "prepare_model_for_kbit_training": (None, True),
+    "lora_r": ("16", 16),
+    "lora_alpha": ("32", 32.0),
+    "lora_dropout": ("0.05", 0.05),
+    "lora_target_modules": ("q_proj, v_proj", ("q_proj", "v_proj")),
+    "lora_target_parameters": ("mlp.experts.gate_up_proj", ("mlp.experts.gate_up_proj",)),
+    "lora_modules_to_save": ("embed_tokens,lm_head", ("embed_tokens", "lm_head")),
+    "use_dora": (None, True),
+    "use_rslora": (None, True),
+    "adapter_dtype": ("fp32", "float32"),
+    "dtype": ("bf16", "bfloat16"),
+    "bf16": (None, True),
+    "fp16": (None, True),
+    "per_device_train_batch_size": ("4", 4),
+    "gradient_accumulation_steps": ("8", 8),
+    "gradient_checkpointing": (None, True),
+    "gradient_checkpointing_kwargs": ('{"use_reentrant": false}', {"use_reentrant": False}),
+    "attn_implementation": ("sdpa", "sdpa"),
+    "experts_implementation": ("grouped_mm", "grouped_mm"),
+    "optim": ("paged_adamw_8bit", "paged_adamw_8bit"),
+    "torch_compile": (None, True),
+    "use_liger_kernel": (None, True),
+    "fused_loss": ("chunked", "chunked"),
+    "loss_type": ("nll", "nll"),
+    "use_cache": (None, True),
+    "logits_to_keep": ("1", 1),
+    "activation_offloading": (None, True),
+    "fsdp": ("full_shard", "full_shard"),
+    "deepspeed": ('{"zero_optimization": {"stage": 2}}', {"zero_optimization": {"stage": 2}}),
+    "max_length": ("1024", 1024),
+    "packing": (None, True),
+    "padding_free": (None, True),
+    "padding": ("longest", "longest"),
+    "pad_to_multiple_of": ("8", 8),
+    "train_sampling_strategy": ("group_by_length", "group_by_length"),
+    "lengths": ("mean:187,max:1470", Lengths(mean=187, max=1470)),
+    "supervised_fraction": ("0.6", 0.6),
+    "num_samples": ("15_000", 15000),
+    "num_train_epochs": ("2.5", 2.5),
+    "max_steps": ("100", 100),
+    "eval_strategy": ("steps", "steps"),
+    "eval_steps": ("50", 50.0),
+    "per_device_eval_batch_size": ("8", 8),
+    "num_eval_samples": ("500", 500),
+    "save_strategy": ("epoch", "epoch"),
+    "save_steps": ("500", 500.0),
+    "save_only_model": (None, True),
+    "framework": ("trl", "trl"),
+    "framework_version": ("4.40", "4.40"),  # text: 4.4 would be another version
+    "usd_per_gpu_hour": ("0.79", 0.79),
+    "cloud": ("RunPod", "RunPod"),
+    "tier": ("spot", "spot"),
+}
+
+
+@pytest.mark.parametrize("field", Job.model_fields)
+def test_every_field_of_a_job_is_a_flag(field: str, estimator: StandInEstimator) -> None:
+    text, value = FLAG_VALUES[field]
+    for flag in (f"--{field.replace('_', '-')}", f"--{field}"):
+        model = [] if field == "model" else ["--model", MODEL]
+        assert cli.run(["estimate", *model, flag, *([text] if text is not None else [])]) == 0
+        assert getattr(estimator.jobs[-1], field) == value
+
+
+def test_booleans_can_be_switched_off(estimator: StandInEstimator) -> None:
+    assert cli.run(["estimate", "-m", MODEL, "--no-gradient-checkpointing", "--no-bf16"]) == 0
+    job = estimator.jobs[-1]
+    assert job.gradient_checkpointing is False
+    assert job.bf16 is False
+    assert job.packing is None  # not given stays "not said"
+
+
+def test_short_forms(estimator: StandInEstimator) -> None:
+    line = f"estimate -m {MODEL} -g A40 -b 4 --seq-len 512 --accum 2 --epochs 3 --samples 100 --lora-r 8"
+    assert cli.run(line.split()) == 0
+    job = estimator.jobs[-1]
+    assert (job.model, job.gpu, job.per_device_train_batch_size, job.max_length) == (MODEL, "A40", 4, 512)
+    assert (job.gradient_accumulation_steps, job.num_train_epochs, job.num_samples, job.lora_r) == (2, 3.0, 100, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("79:4000,174:9000", {"histogram": {79: 4000, 174: 9000}}),
+        ("mean:187.26,max:1470", {"mean": 187.26, "max": 1470}),
+        ("fixed:1024", {"fixed": 1024}),
+        ("values:12,80", {"values": [12, 80]}),
+        ("dataset:math_14k", {"dataset": "math_14k"}),
+        ("file:/data/lengths.csv", {"file": "/data/lengths.csv"}),
+        ('{"fixed": 7}', {"fixed": 7}),
+    ],
+)
+def test_lengths_from_text(text: str, lengths: dict[str, Any]) -> None:
+    assert cli.lengths_from_text(text) == lengths
+
+
+@pytest.mark.parametrize("text", ["1024", "79", "a:b:c", "79:", "median:3,max:9", "79:1,79:2", ""])
+def test_lengths_that_are_not_understood(text: str) -> None:
+    with pytest.raises(CostModelError, match="use 79:4000"):
+        cli.lengths_from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [("all-linear", "all-linear"), ("q_proj", ("q_proj",)), (r".*\.q_proj", r".*\.q_proj"), ("w1,w2", ("w1", "w2"))],
+)
+def test_target_modules_from_text(text: str, targets: Any) -> None:
+    assert cli.job_fields_from_flags({"lora_target_modules": text}) == {"lora_target_modules": targets}
+
+
+def test_inline_models_and_described_gpus(estimator: StandInEstimator) -> None:
+    line = ["estimate", "-m", '{"model_type": "llama"}', "-g", "my card", "--gpu-memory-gib", "24"]
+    assert cli.run([*line, "--gpu-bandwidth-gb-per-second", "1000", "--gpu-bf16-tflops", "150"]) == 0
+    job = estimator.jobs[-1]
+    assert job.model == {"model_type": "llama"}
+    assert not isinstance(job.gpu, str)
+    assert job.gpu is not None
+    assert (job.gpu.name, job.gpu.memory_bytes) == ("my card", 24 * GIB)
+    assert job.gpu.memory_bandwidth_bytes_per_second == 1000e9
+    assert job.gpu.peak_bf16_flops_per_second == 150e12
+
+
+def test_half_a_description_of_a_gpu_is_wrong_input(estimator: StandInEstimator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "takes all of" in _wrong_input(capsys, "estimate", "-m", MODEL, "--gpu-memory-gib", "24")
+
+
+# --- files
+
+
+def test_flags_override_the_file(estimator: StandInEstimator, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"model": MODEL, "gpu": "A40", "per_device_train_batch_size": 8, "quantization": "nf4"}))
+    assert cli.run(["estimate", str(path), "-b", "2", "--quantization", "none"]) == 0
+    job = estimator.jobs[-1]
+    assert (job.gpu, job.per_device_train_batch_size, job.quantization) == ("A40", 2, None)
+
+
+def test_yaml(estimator: StandInEstimator, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: {MODEL}\neval_strategy: no\nlengths:\n  histogram: {{79: 4000, 174: 9000}}\n")
+    assert cli.run(["estimate", str(path)]) == 0
+    job = estimator.jobs[-1]
+    assert job.eval_strategy == "no"  # YAML reads a bare no as false
+    assert job.lengths == Lengths(histogram={79: 4000, 174: 9000})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("job.json", '{"model": ', "is not valid JSON"),
+        ("job.json", '{"model": "m", "lora_alpha": NaN}', "NaN is not a number"),
+        ("job.json", "[1, 2]", "it holds list"),
+        ("job.json", "[" * 100_000, "is not valid JSON"),
+        ("job.json", b"\xff\xfe\x00", "is not a text file in UTF-8"),
+        ("job.yaml", "model: [", "is not valid YAML"),
+        ("job.yaml", "just words", "it holds str"),
+        ("job.yaml", "1: 2", "field names that are not text"),
+        ("job.toml", "model = 1", "a job file is .json, .yaml or .jsonl, not .toml"),
+        ("job.json", '{"model": "m", "lora_rank": 8}', "no Job field matches 'lora_rank'; nearest: lora_r"),
+        ("job.json", '{"model": "m", "num_gpus": 0}', "num_gpus"),
+        ("job.json", '{"gpu": "A40"}', "model: Field required"),
+        ("job.json", "{}", "give a job file, or describe the job with flags"),
+    ],
+)
+def test_damaged_files_are_wrong_input(
+    name: str, content: str | bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    estimator: StandInEstimator,
+) -> None:  # fmt: skip
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in _wrong_input(capsys, "estimate", str(path))
+
+
+def test_missing_files_and_folders(estimator: StandInEstimator, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such file" in _wrong_input(capsys, "estimate", str(tmp_path / "job.json"))
+    assert "no such file" in _wrong_input(capsys, "estimate", str(tmp_path / "jobs.jsonl"))
+    assert "is a folder" in _wrong_input(capsys, "estimate", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["estimate"], "give a job file"),
+        (["estimate", "-m", MODEL, "--nosuch", "1"], "No such option"),
+        (["estimate", "-m", MODEL, "-b", "four"], "per_device_train_batch_size"),
+        (["estimate", "-m", MODEL, "--num-gpus", "0"], "num_gpus"),
+        (["estimate", "-m", MODEL, "--method", "dora"], "method"),
+        (["estimate", "-m", MODEL, "--optim", "adamw"], "no optimizer matches 'adamw'"),
+        (["estimate", "-m", MODEL, "--model-overrides", "x"], "--model-overrides is not valid JSON"),
+        (["estimate", "-m", MODEL, "--lengths", "long"], "--lengths 'long' is not understood"),
+        (["estimate", "-m", MODEL, "--usd-per-gpu-hour", "-1"], "positive number of dollars"),
+        (["estimate", "-m", MODEL, "--budget-usd", "much"], "--budget-usd"),
+        (["nosuch"], "No such command"),
+        (["gpus", "zz"], "no GPU matches 'zz'"),
+        (["models", "mixtrall"], "no model matches 'mixtrall'"),
+        (["prices", "A41"], "no GPU matches 'A41'"),
+        (["prices", "--cloud", "runpodd"], "nearest: RunPod"),
+        (["prices", "A40", "--tier", "reserved"], "no dated price"),
+    ],
+)
+def test_wrong_input(
+    arguments: list[str], message: str, estimator: StandInEstimator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in _wrong_input(capsys, *arguments)
+
+
+# --- one job a line
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_bad_line_gives_an_error_in_its_place(
+    estimator: StandInEstimator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "jobs.jsonl"
+    good = json.dumps({"model": MODEL, "gpu": "A40"})
+    path.write_text("\n".join([good, "{", '{"model": "m", "gqu": "A40"}', "", "[]", good]) + "\n")
+    assert cli.run(["estimate", str(path), "-b", "2"]) == 0
+    first, second, third, fourth, fifth = _lines(capsys)
+    assert first["job"]["gpu"] == fifth["job"]["gpu"] == "A40"
+    assert "not valid JSON" in second["error"]
+    assert second["line"] == 2
+    assert "nearest: gpu" in third["error"]
+    assert fourth["line"] == 5
+    assert [job.per_device_train_batch_size for job in estimator.jobs] == [2, 2]
+
+
+def test_jobs_from_stdin(
+    estimator: StandInEstimator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(json.dumps({"model": MODEL, "gpu": gpu}) + "\n" for gpu in ("A40", "L40S"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert cli.run(["estimate", "-"]) == 0
+    assert [each["job"]["gpu"] for each in _lines(capsys)] == ["A40", "L40S"]
+
+
+def test_an_internal_error_on_one_line_keeps_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in = _install(monkeypatch)
+
+    def sometimes(job: Any) -> Any:
+        if job["model"] == "bug":
+            raise ZeroDivisionError("division by zero")
+        return stand_in(job)
+
+    monkeypatch.setattr(importlib.import_module("costmodel.estimation"), "estimate", sometimes)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f'{{"model": "bug"}}\n{{"model": "{MODEL}"}}\n'))
+    assert cli.run(["estimate", "-"]) == 1
+    first, second = _lines(capsys)
+    assert "ZeroDivisionError" in first["error"]
+    assert second["verdict"] == "fits"
+
+
+def test_limits_go_with_a_single_job(estimator: StandInEstimator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "single job" in _wrong_input(capsys, "estimate", "-", "--budget-usd", "3")
+
+
+# --- answers and exit codes
+
+
+def test_json_is_the_whole_answer(estimator: StandInEstimator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["estimate", "-m", MODEL, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == ANSWER
+    assert err == ""
+
+
+def test_text_and_markdown(estimator: StandInEstimator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["estimate", "-m", MODEL]) == 0
+    assert capsys.readouterr().out.startswith(f"{MODEL}, qlora nf4, 1 x NVIDIA A40: fits\n\nSummary\n")
+    assert cli.run(["estimate", "-m", MODEL, "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith(f"### {MODEL}")
+
+
+def test_tight_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, verdict="tight")
+    assert cli.run(["estimate", "-m", MODEL]) == 0
+
+
+def test_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = {"peak_device_bytes": int(52.1 * GIB)}
+    _install(monkeypatch, verdict="does_not_fit", memory=memory, max_batch_size=3)
+    assert cli.run(["estimate", "-m", MODEL, "--json", "--budget-usd", "1"]) == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out)["verdict"] == "does_not_fit"
+    assert err == "ftcost: does not fit: needs 52.1 GiB, an NVIDIA A40 has 45.0; largest batch that fits is 3\n"
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "message"),
+    [
+        (["--budget-usd", "9.24"], 0, ""),  # exactly the estimate
+        (["--budget-usd", "9"], 4, "ftcost: over budget: $9.24 of $9.00\n"),
+        (["--deadline-hours", "21"], 0, ""),
+        (["--deadline-hours", "20"], 4, "ftcost: over the deadline: 21 h of 20 h\n"),
+        (["--budget-usd", "10", "--deadline-hours", "20"], 4, "ftcost: over the deadline: 21 h of 20 h\n"),
+    ],
+)
+def test_limits(
+    limits: list[str], code: int, message: str, estimator: StandInEstimator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["estimate", "-m", MODEL, *limits]) == code
+    out, err = capsys.readouterr()
+    assert out.startswith(MODEL)
+    assert err == message
+
+
+def test_an_unknown_total_cannot_be_held_against_a_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _install(monkeypatch, total_usd=None, total_seconds=None)
+    assert "--budget-usd needs" in _wrong_input(capsys, "estimate", "-m", MODEL, "--budget-usd", "5")
+    assert "--deadline-hours needs" in _wrong_input(capsys, "estimate", "-m", MODEL, "--deadline-hours", "5")
+
+
+def test_an_internal_error_is_one_line_and_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(job: Any) -> Any:
+        raise KeyError("layers")
+
+    monkeypatch.setattr(importlib.import_module("costmodel.estimation"), "estimate", broken)
+    monkeypatch.delenv("FTCOST_DEBUG", raising=False)
+    assert cli.run(["estimate", "-m", MODEL]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "ftcost: internal error: KeyError: 'layers' (FTCOST_DEBUG=1 shows where)\n"
+
+
+# --- compare and the catalogue
+
+
+def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("costmodel.search.estimate", StandInEstimator())
+    assert cli.run(["compare", "-m", MODEL, "--gpus", "A40,L40S", "--tiers", "on_demand,spot", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["gpu"], each["price"]["tier"]) for each in found] == [
+        ("A40", "spot"),
+        ("A40", "on_demand"),
+        ("L40S", "spot"),
+        ("L40S", "on_demand"),
+    ]
+    assert found[0]["estimate"]["verdict"] == "fits"
+    assert cli.run(["compare", "-m", MODEL, "--gpus", "A40"]) == 0
+    assert capsys.readouterr().out.startswith("Same job, cheapest first")
+
+
+def test_compare_where_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("costmodel.search.estimate", StandInEstimator(verdict="does_not_fit"))
+    assert cli.run(["compare", "-m", MODEL, "--gpus", "A40"]) == 3
+    assert capsys.readouterr().err == "ftcost: fits on none of these GPUs\n"
+
+
+def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["gpus", "a40", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [gpu["name"] for gpu in found] == ["A40", "RTX A4000"]
+    assert found[0]["memory_bytes"] == 46_068 * 2**20
+    assert cli.run(["gpus"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 65 + 2
+
+
+def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["models", "mixtral", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [model["model_id"] for model in found] == ["mistralai/Mixtral-8x22B-v0.1", "mistralai/Mixtral-8x7B-v0.1"]
+    assert cli.run(["models"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 160 + 2
+
+
+def test_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["prices", "A40", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["cloud"], row["tier"], row["usd_per_gpu_hour"]) for row in found] == [
+        ("RunPod", "spot", 0.28),
+        ("RunPod", "on_demand", 0.44),
+        ("Vast", "community", 0.67),
+    ]
+    assert cli.run(["prices", "A40", "--all"]) == 0
+    assert "not chosen: host of 2 vCPU and 4 GiB is too small" in capsys.readouterr().out
+
+
+def test_prices_of_an_ambiguous_name_are_those_of_all_its_products(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["prices", "H100", "--cloud", "lambda", "--json"]) == 0
+    assert {row["gpu"] for row in json.loads(capsys.readouterr().out)} == {"H100 SXM", "H100 PCIe"}
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ftcost ")
+    assert cli.run(["estimate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--per-device-train-batch-size" in shown
+    assert "--budget-usd" in shown
+
+
+def test_every_flag_has_a_line_of_help() -> None:
+    assert set(cli._HELP) == set(Job.model_fields)
+    assert set(cli._SHORT_FORMS) <= set(Job.model_fields)
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, costmodel.cli\n"
+        "print(sorted({'torch', 'transformers', 'yaml', 'numpy', 'ftcost_callback', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_console_script_has_the_same_commands() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from ftcost_callback.cli import main; main()", "gpus", "A40", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)[0]["name"] == "A40"
