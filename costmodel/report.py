@@ -6,9 +6,10 @@ Works on the answer's mapping (``Estimate.to_dict()``). Unknown is printed as "u
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -43,27 +44,32 @@ def format_gib(num_bytes: float | None) -> str:
     return f"{gib:,.1f} GiB" if abs(gib) >= 9.95 else f"{gib:.2f} GiB"
 
 
-def format_seconds(seconds: float | None) -> str:
-    """The unit a person would choose: milliseconds, seconds, minutes or hours; three digits."""
+def format_seconds(seconds: float | None, like: float | None = None) -> str:
+    """Milliseconds, seconds, minutes or hours, as a person would choose for ``like`` (default: the value itself)."""
     if seconds is None:
         return UNKNOWN
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 2 * SECONDS_PER_HOUR:
-        return f"{seconds / 60:.3g} min"
-    hours = seconds / SECONDS_PER_HOUR
-    return f"{hours:.3g} h" if hours < 100 else f"{hours:,.0f} h"
+    size = seconds if like is None else like
+    if size < 1:
+        return f"{_digits(seconds * 1000)} ms"
+    if size < 120:
+        return f"{_digits(seconds)} s"
+    if size < 2 * SECONDS_PER_HOUR:
+        return f"{_digits(seconds / 60)} min"
+    return f"{_digits(seconds / SECONDS_PER_HOUR)} h"
+
+
+def _digits(value: float) -> str:
+    """Three digits, never an exponent."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def format_usd(usd: float | None) -> str:
-    """Cents from a dollar up, three digits below it, whole dollars from a thousand."""
+    """Cents, three digits below a dollar where cents do not show them, whole dollars from a thousand."""
     if usd is None:
         return UNKNOWN
     if usd >= 1000:
         return f"${usd:,.0f}"
-    return f"${usd:.2f}" if usd >= 1 else f"${usd:.3g}"
+    return f"${usd:.2f}" if usd >= 1 or usd == round(usd, 2) else f"${usd:.3g}"
 
 
 def format_count(count: float | None) -> str:
@@ -80,11 +86,16 @@ def format_percent(fraction: float | None) -> str:
     return UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def _interval(answer: Mapping[str, Any], name: str, form: Any) -> str:
-    """``"24.1 h (20.7 h to 28.2 h)"``."""
+def _interval(answer: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
+    """``"34.0 GiB (32.0 GiB to 36.0 GiB)"``."""
     low, high = answer.get(f"{name}_low"), answer.get(f"{name}_high")
-    text = str(form(answer.get(name)))
+    text = form(answer.get(name))
     return text if low is None or high is None else f"{text} ({form(low)} to {form(high)})"
+
+
+def _seconds_interval(answer: Mapping[str, Any], name: str) -> str:
+    """``"2.27 h (1.78 h to 2.89 h)"``: one unit for all three."""
+    return _interval(answer, name, functools.partial(format_seconds, like=answer.get(name)))
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -240,7 +251,7 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
     rows.append(
         (
             "step",
-            _interval(answer, "step_seconds", format_seconds)
+            _seconds_interval(answer, "step_seconds")
             + (f", bound by {str(step['bound_by']).replace('_', ' ')}" if step.get("bound_by") else ""),
         )
     )
@@ -258,7 +269,7 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
     rows.append(
         (
             "total time",
-            _interval(answer, "total_seconds", format_seconds) + (f", {steps:,} steps" if steps is not None else ""),
+            _seconds_interval(answer, "total_seconds") + (f", {steps:,} steps" if steps is not None else ""),
         )
     )
     rows.append(("total cost", _interval(answer, "total_usd", format_usd)))
@@ -390,7 +401,7 @@ def comparison_table(candidates: Sequence[Candidate], *, today: datetime.date | 
                 each.gpu,
                 str(answer.get("verdict") or "error").replace("_", " "),
                 format_gib(memory.get("peak_device_bytes")) if answer else "",
-                _interval(answer, "total_seconds", format_seconds) if answer else each.error,
+                _seconds_interval(answer, "total_seconds") if answer else each.error,
                 _interval(answer, "total_usd", format_usd) if answer else "",
                 f"{format_usd(each.bill_usd_per_hour)}/h" if price else "",
                 offer,

@@ -194,19 +194,17 @@ class FTCostCallback(TrainerCallback):
             clock=self._clock,
         )
         loader = kwargs.get("train_dataloader")
-        eval_loader = kwargs.get("eval_dataloader")
-        self._run.begin(
-            model=model,
-            optimizer=kwargs.get("optimizer"),
-            args=args,
-            state=state,
-            train_dataset=getattr(loader, "dataset", None),
-            eval_dataset=getattr(eval_loader, "dataset", None),
-            processing_class=kwargs.get("processing_class"),
-            data_collator=getattr(loader, "collate_fn", None),
-            startup_seconds=startup_seconds,
-            started_at=started_at,
-        )
+        objects = {
+            "model": model,
+            "args": args,
+            "state": state,
+            "optimizer": kwargs.get("optimizer"),
+            "train_dataset": getattr(loader, "dataset", None),
+            "eval_dataset": getattr(kwargs.get("eval_dataloader"), "dataset", None),
+            "processing_class": kwargs.get("processing_class"),
+            "data_collator": getattr(loader, "collate_fn", None),
+        }
+        self._run.begin(objects, startup_seconds=startup_seconds, started_at=started_at)
 
     @_guarded
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

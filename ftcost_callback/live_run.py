@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from costmodel.errors import CostModelError
 from costmodel.specs import Price
 from costmodel.units import SECONDS_PER_HOUR
 from ftcost_callback.boundary import Boundary
@@ -119,6 +120,7 @@ class LiveRun:
         self._last_step = 0
         self._first_prediction: Prediction | None = None
         self._prediction: Prediction | None = None
+        self._has_predicted_again = False
         self._job: dict[str, Any] | None = None
         self._expected_tokens_per_step: float | None = None
         self._peak_flops_per_second: float | None = None
@@ -138,40 +140,25 @@ class LiveRun:
 
     # --- the session begins -------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        *,
-        model: Any,
-        optimizer: Any,
-        args: Any,
-        state: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        startup_seconds: float,
-        started_at: float,
-    ) -> None:
-        """Attach to the live objects and write the first rows. ``started_at``: epoch seconds, where the bill begins."""
+    def begin(self, objects: Mapping[str, Any], *, startup_seconds: float, started_at: float) -> None:
+        """Attach to the live objects and write the first rows.
+
+        ``objects``: what :func:`trainer_adapter.job_from_objects` takes. ``started_at``: epoch seconds, where the bill
+        begins.
+        """
         call = self._boundary.call
-        self.recorder.start(
-            startup_seconds=startup_seconds,
-            earlier=self.identity.earlier,
-            furthest_step=self.identity.furthest_step,
-        )
-        self._last_step = self._last_report_step = state.global_step
+        earlier = self.identity.earlier
+        self.recorder.start(startup_seconds=startup_seconds, earlier=earlier, furthest_step=self.identity.furthest_step)
+        self._last_step = self._last_report_step = objects["state"].global_step
         notes = list(self.identity.notes)
-        self._find_device(args)
-        call("token counter", lambda: self._attach_counters(model, notes))
+        self._find_device(objects["args"])
+        call("token counter", lambda: self._attach_counters(objects["model"], notes))
         call("GPU sampler", lambda: self._start_sampler(notes))
-        model_facts = call("model facts", lambda: _trainer_adapter().model_facts(model))
-        device_facts = call("device facts", lambda: self._device_facts())
-        self._job = call("job", lambda: self._read_job(model, optimizer, args, state, train_dataset, eval_dataset,
-                                                         processing_class))  # fmt: skip
-        self._first_prediction = self._prediction = (
-            call("prediction", lambda: self._predict("before", state.global_step))
-            if self._settings.predict and self._job is not None
-            else None
-        )
+        model_facts = call("model facts", lambda: _trainer_adapter().model_facts(objects["model"]))
+        device_facts = call("device facts", self._device_facts)
+        self._job = call("job", lambda: self._read_job(objects, notes))
+        if self._settings.predict and self._job is not None:
+            self._first_prediction = self._prediction = call("prediction", lambda: self._predict("before", notes))
         price = call("price", lambda: self._resolve_price(notes))
         self._watch_budget(notes)
         session = Session(
@@ -180,8 +167,8 @@ class LiveRun:
             resumed_from_step=self.identity.resumed_from_step,
             started_at=datetime.datetime.fromtimestamp(started_at, datetime.timezone.utc).isoformat(),
             startup_seconds=startup_seconds,
-            earlier_seconds=self.identity.earlier.seconds if self.identity.earlier is not None else None,
-            earlier_tokens=_token_totals(self.identity.earlier) if self.identity.earlier is not None else None,
+            earlier_seconds=earlier.seconds if earlier is not None else None,
+            earlier_tokens=_token_totals(earlier) if earlier is not None else None,
             max_steps=self._plan.max_steps,
             job=self._job,
             model=model_facts,
@@ -196,7 +183,8 @@ class LiveRun:
         if self._prediction is not None:
             self._write(self._prediction)
         self._sinks.open(session, self._prediction)
-        self._reported_at = self._host_mark = self._clock()
+        self._reported_at = self._clock()
+        self.pause("other")  # our own preparations
 
     def _find_device(self, args: Any) -> None:
         self._device = args.device
@@ -267,26 +255,12 @@ class LiveRun:
         self._peak_flops_per_second = facts.get("peak_flops_per_second")
         return facts
 
-    def _read_job(
-        self,
-        model: Any,
-        optimizer: Any,
-        args: Any,
-        state: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-    ) -> dict[str, Any]:
-        job = _trainer_adapter().job_from_objects(
-            model=model,
-            args=args,
-            optimizer=optimizer,
-            state=state,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-        )
-        job = dict(job)
+    def _read_job(self, objects: Mapping[str, Any], notes: list[str]) -> dict[str, Any] | None:
+        try:
+            job = dict(_trainer_adapter().job_from_objects(**objects))
+        except CostModelError as refusal:
+            notes.append(f"no prediction: {refusal}")
+            return None
         if self._settings.price is not None:
             job["usd_per_gpu_hour"] = self._settings.price.usd_per_gpu_hour
         elif self._settings.cloud is not None:
@@ -295,7 +269,7 @@ class LiveRun:
                 job["tier"] = self._settings.tier
         return job
 
-    def _predict(self, basis: Literal["before", "tokens_seen"], global_step: int) -> Prediction:
+    def _predict(self, basis: Literal["before", "tokens_seen"], notes: list[str]) -> Prediction | None:
         from costmodel.estimation import estimate
 
         assert self._job is not None
@@ -304,10 +278,14 @@ class LiveRun:
             job |= lengths_seen(self.recorder.session)
         if self._settings.calibration is not None:
             job["calibration"] = self._settings.calibration
-        answer: dict[str, Any] = estimate(job).to_dict()
+        try:
+            answer: dict[str, Any] = estimate(job).to_dict()
+        except CostModelError as refusal:
+            notes.append(f"no prediction: {refusal}")
+            return None
         if basis == "before" and job.get("lengths") is not None:
             self._expected_tokens_per_step = answer.get("num_tokens_per_step")
-        return Prediction(basis=basis, global_step=global_step, estimate=answer)
+        return Prediction(basis=basis, global_step=self._last_step, estimate=answer)
 
     def _resolve_price(self, notes: list[str]) -> Price | None:
         from costmodel.catalog import bill_usd_per_hour, find_price
@@ -315,10 +293,15 @@ class LiveRun:
         price = self._settings.price
         if price is None and self._settings.cloud is not None:
             gpu = self._job.get("gpu") if self._job is not None else None
-            if gpu is None:
-                notes.append(f"no price: the device is not known, so {self._settings.cloud!r} cannot be looked up")
+            try:
+                if gpu is None:
+                    raise CostModelError("the training device is no GPU of the catalogue")
+                price = find_price(
+                    gpu, cloud=self._settings.cloud, tier=self._settings.tier, num_gpus=self._plan.num_devices
+                )
+            except CostModelError as refusal:
+                notes.append(f"no price: {refusal}")
                 return None
-            price = find_price(gpu, cloud=self._settings.cloud, tier=self._settings.tier, num_gpus=self._plan.num_devices)
         if price is not None:
             self._usd_per_hour = bill_usd_per_hour(price, self._plan.num_devices)
         return price
@@ -651,15 +634,18 @@ class LiveRun:
     def _second_prediction_is_due(self) -> bool:
         return (
             self._first_prediction is not None
-            and self._prediction is self._first_prediction
+            and not self._has_predicted_again
             and self.recorder.session.num_steps >= STEPS_BEFORE_SECOND_PREDICTION
             and bool(lengths_seen(self.recorder.session))
         )
 
     def _predict_again(self) -> None:
-        self._prediction = self._predict("tokens_seen", self._last_step)
-        self._write(self._prediction)
-        self._sinks.prediction(self._prediction)
+        self._has_predicted_again = True
+        prediction = self._predict("tokens_seen", [])
+        if prediction is not None:
+            self._prediction = prediction
+            self._write(prediction)
+            self._sinks.prediction(prediction)
 
     def _known(self) -> ProjectionInput:
         recorder = self.recorder

@@ -159,7 +159,7 @@ def cost_figure(run: ReportedRun) -> tuple[Figure, list[LegendEntry]] | None:
     names = [spent_name, *(f"projected_total_{quantity}{end}" for end in ("", "_low", "_high"))]
     rows: list[Point] = [
         (x_column[place] / x_unit, *(columns[name][place] / y_unit for name in names))
-        for place in stretch_ends(len(x_column))
+        for place in stretch_ends(len(x_column), MAX_POINTS - 2)
     ]
     rows = [row for row in rows if row[0] == row[0]]
     if not any(row[1] == row[1] for row in rows):

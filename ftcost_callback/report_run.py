@@ -151,6 +151,10 @@ def plan_ratio(run: ReportedRun) -> tuple[float | None, str]:
     return first, f"{later:.2f} on the tokens really seen" if later else "1.00 is on plan" if first else ""
 
 
+def _counted(number: int) -> str:
+    return f"{number:,}" if number else "The"
+
+
 @dataclass(frozen=True)
 class Saving:
     """Time that a run like this one need not take again, at most. In ``advice``, code stands in backticks."""
@@ -167,7 +171,7 @@ def savings(run: ReportedRun) -> list[Saving]:
     attention and the optimizer do not shrink in step with the tokens.
     """
     sums, seconds = run.totals, run.totals.bucket_seconds
-    evals, saves = (len(run.series.pauses[kind]) for kind in ("eval", "save"))
+    evals, saves = (_counted(len(run.series.pauses[kind])) for kind in ("eval", "save"))
     padding = run.padding_share or 0.0
     found = [
         Saving(
@@ -189,12 +193,12 @@ def savings(run: ReportedRun) -> list[Saving]:
         Saving(
             seconds["eval"],
             "Evaluate less",
-            f"{f'{evals:,}' if evals else 'The'} evaluations. Fewer, on fewer samples, or with a larger `per_device_eval_batch_size`.",
+            f"{evals} evaluations. Fewer, on fewer samples, or with a larger `per_device_eval_batch_size`.",
         ),
         Saving(
             seconds["save"],
             "Save less",
-            f"{f'{saves:,}' if saves else 'The'} checkpoints. Try `save_only_model`, a larger `save_steps` or a faster disk.",
+            f"{saves} checkpoints. Try `save_only_model`, a larger `save_steps` or a faster disk.",
         ),
         Saving(
             seconds["startup"],

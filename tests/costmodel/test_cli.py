@@ -385,6 +385,72 @@ def test_an_internal_error_is_one_line_and_code_1(
     assert err == "ftcost: internal error: KeyError: 'layers' (FTCOST_DEBUG=1 shows where)\n"
 
 
+# --- with the real estimate
+
+# The example of the job's contract.
+CONTRACT_JOB: dict[str, Any] = {
+    "schema_version": 1,
+    "model": MODEL,
+    "model_overrides": {"num_experts_per_tok": 2},
+    "gpu": "NVIDIA A40",
+    "method": "qlora",
+    "quantization": "nf4",
+    "double_quant": True,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_target_modules": ["w1", "w2", "w3", "gate"],
+    "dtype": "bfloat16",
+    "bf16": True,
+    "per_device_train_batch_size": 1,
+    "gradient_checkpointing": True,
+    "attn_implementation": "flash_attention_2",
+    "experts_implementation": "eager",
+    "optim": "adamw_torch",
+    "max_length": 1024,
+    "lengths": {"histogram": {"79": 4000, "174": 9000, "600": 2000}},
+    "num_samples": 15000,
+    "num_train_epochs": 10,
+    "framework": "transformers",
+    "framework_version": "4.40",
+    "usd_per_gpu_hour": 0.79,
+}
+
+
+def test_the_contracts_job_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(CONTRACT_JOB))
+    assert cli.run(["estimate", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(ANSWER) <= set(found)
+    assert set(ANSWER["memory"]) <= set(found["memory"])
+    assert found["num_steps"] == 150_000
+    assert found["total_usd"] == pytest.approx(found["total_seconds"] / 3600 * 0.79)
+    assert cli.run(["estimate", str(path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{MODEL}, qlora nf4, 1 x ")
+
+
+def test_the_answers_job_gives_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(CONTRACT_JOB))
+    assert cli.run(["estimate", str(path), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    path.write_text(json.dumps(first["job"]))
+    assert cli.run(["estimate", str(path), "--json"]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert {**second, "assumed": []} == {**first, "assumed": []}
+
+
+def test_a_full_mixtral_does_not_fit_a_t4(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"estimate -m {MODEL} -g T4 --method full --bf16 --seq-len 512"
+    assert cli.run(line.split()) == 3
+    assert capsys.readouterr().err.endswith(", a T4 has 15.0; not even a batch of 1 fits\n")
+
+
+def test_an_answer_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(f"estimate -m {MODEL} --method qlora --seq-len 512".split()) == 0
+    assert capsys.readouterr().out.startswith(f"{MODEL}, qlora nf4: no GPU named\n")
+
+
 # --- compare and the catalogue
 
 

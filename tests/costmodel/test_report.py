@@ -190,14 +190,29 @@ def test_does_not_fit_sentence(gpu: str, max_batch_size: int | None, max_length:
         (600, "10 min"),
         (86_760, "24.1 h"),
         (4_500_000, "1,250 h"),
+        (0, "0 ms"),
     ],
 )
 def test_format_seconds(seconds: float | None, text: str) -> None:
     assert report.format_seconds(seconds) == text
 
 
+def test_an_interval_has_one_unit() -> None:
+    text = report.to_text(answer(total_seconds=7_800.0, total_seconds_low=6_900.0, total_seconds_high=9_000.0))
+    assert "total time         2.17 h (1.92 h to 2.5 h)," in text
+
+
 @pytest.mark.parametrize(
-    ("usd", "text"), [(None, "unknown"), (0.01234, "$0.0123"), (3.456, "$3.46"), (1234.5, "$1,234"), (0, "$0")]
+    ("usd", "text"),
+    [
+        (None, "unknown"),
+        (0.01234, "$0.0123"),
+        (3.456, "$3.46"),
+        (1234.5, "$1,234"),
+        (0, "$0.00"),
+        (0.5, "$0.50"),
+        (0.708, "$0.708"),
+    ],
 )
 def test_format_usd(usd: float | None, text: str) -> None:
     assert report.format_usd(usd) == text

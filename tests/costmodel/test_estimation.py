@@ -1,0 +1,265 @@
+"""The answer as a whole: the contract's names, the paper's job, what an unknown leaves open, what wrong input says."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from costmodel import CostModelError, estimate
+from costmodel.specs import parse_job
+
+PAPER_JOB = {
+    "model": "mistralai/Mixtral-8x7B-v0.1",
+    "gpu": "NVIDIA A40",
+    "method": "qlora",
+    "quantization": "nf4",
+    "double_quant": True,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_target_modules": ["w1", "w2", "w3", "gate"],
+    "dtype": "bfloat16",
+    "bf16": True,
+    "per_device_train_batch_size": 4,
+    "gradient_checkpointing": True,
+    "attn_implementation": "flash_attention_2",
+    "optim": "adamw_torch",
+    "max_length": 1024,
+    "pad_to_multiple_of": 8,
+    "lengths": {"dataset": "math_14k"},
+    "num_samples": 15_000,
+    "num_train_epochs": 10,
+    "framework": "transformers",
+    "framework_version": "4.40",
+    "usd_per_gpu_hour": 0.79,
+}
+DENSE_JOB = {
+    "model": "meta-llama/Llama-3.2-1B",
+    "gpu": "L40S",
+    "method": "lora",
+    "lora_r": 16,
+    "lora_target_modules": "all-linear",
+    "dtype": "bfloat16",
+    "bf16": True,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_length": 1024,
+    "lengths": {"mean": 300, "max": 1024},
+    "num_samples": 4_000,
+    "num_train_epochs": 1,
+    "usd_per_gpu_hour": 1.0,
+}
+
+# The answer of the design, field by field.
+ANSWER_FIELDS = """schema_version version job assumed defaults_of num_params num_active_params num_trainable_params memory
+verdict headroom_bytes share_of_batches_that_fit max_batch_size max_length_that_fits interval_level step_seconds
+step_seconds_low step_seconds_high step num_tokens_per_step num_non_padding_tokens_per_step num_supervised_tokens_per_step
+tokens_per_second non_padding_tokens_per_second samples_per_second model_flops_per_step hardware_flops_per_step mfu hfu
+num_steps train_seconds eval_seconds save_seconds startup_seconds total_seconds total_seconds_low total_seconds_high total_usd
+total_usd_low total_usd_high price evidence calibration warnings""".split()
+MEMORY_FIELDS = """weights_bytes adapters_bytes gradients_bytes optimizer_bytes activations_bytes logits_bytes temporary_bytes
+context_bytes peak_phase peak_allocated_bytes peak_reserved_bytes peak_device_bytes peak_device_bytes_low
+peak_device_bytes_high capacity_bytes""".split()
+
+
+def test_the_answer_has_every_field_of_the_contract_and_is_plain_json() -> None:
+    answer = estimate(PAPER_JOB).to_dict()
+    assert set(ANSWER_FIELDS) <= set(answer)
+    assert set(MEMORY_FIELDS) <= set(answer["memory"])
+    assert {"bound_by", "forward_seconds", "backward_seconds", "optimizer_seconds", "by_group_seconds"} == set(answer["step"])
+    assert json.loads(json.dumps(answer, allow_nan=False))["num_trainable_params"] == 228_593_664
+
+
+def test_the_papers_job_costs_what_the_paper_measured() -> None:
+    """Table IV: 32.7 dollars for ten epochs at 1.01 samples a second on an A40, batch 4."""
+    answer = estimate(PAPER_JOB)
+    assert answer.samples_per_second == pytest.approx(1.01, rel=0.15)
+    assert answer.total_usd == pytest.approx(32.7, rel=0.15)
+    assert answer.total_usd_low < 32.7 < answer.total_usd_high
+    assert answer.verdict == "fits"
+
+
+def test_parts_sum_to_the_whole() -> None:
+    for job in (PAPER_JOB, DENSE_JOB):
+        answer = estimate(job)
+        assert sum(answer.step.by_group_seconds.values()) == pytest.approx(answer.step_seconds)
+        phases = answer.step.forward_seconds + answer.step.backward_seconds + answer.step.optimizer_seconds
+        assert phases == pytest.approx(answer.step_seconds)
+        total = answer.train_seconds + answer.eval_seconds + answer.save_seconds + answer.startup_seconds
+        assert total == pytest.approx(answer.total_seconds)
+        assert answer.total_usd == pytest.approx(answer.total_seconds / 3600 * answer.price.usd_per_gpu_hour)
+        assert answer.step_seconds_low < answer.step_seconds < answer.step_seconds_high
+        assert answer.total_usd_low < answer.total_usd < answer.total_usd_high
+        assert answer.memory.peak_device_bytes_low < answer.memory.peak_device_bytes < answer.memory.peak_device_bytes_high
+
+
+def test_the_resolved_job_estimates_to_the_same_answer() -> None:
+    for job in (PAPER_JOB, DENSE_JOB):
+        first = estimate(job)
+        again = estimate(first.job)
+        assert again.step_seconds == first.step_seconds
+        assert again.memory == first.memory
+        assert again.total_usd == first.total_usd
+
+
+def test_accumulation_multiplies_the_micro_batches() -> None:
+    one, eight = (estimate(DENSE_JOB, gradient_accumulation_steps=n) for n in (1, 8))
+    assert eight.num_tokens_per_step == pytest.approx(8 * one.num_tokens_per_step)
+    assert eight.model_flops_per_step == pytest.approx(8 * one.model_flops_per_step)
+    assert 7.5 * one.step_seconds < eight.step_seconds < 8 * one.step_seconds
+    assert (one.num_steps, eight.num_steps) == (1000, 125)
+
+
+def test_a_partial_last_group_is_a_step_in_transformers_5_and_dropped_in_4() -> None:
+    # 10 batches an epoch in groups of 4: three steps an epoch, or two
+    job = {**DENSE_JOB, "num_samples": 40, "gradient_accumulation_steps": 4, "num_train_epochs": 3}
+    assert estimate(job, framework_version="5.24").num_steps == 9
+    assert estimate(job, framework_version="4.40").num_steps == 6
+
+
+def test_checkpointing_leaves_model_flops_and_raises_hardware_flops_by_about_a_third() -> None:
+    job = {**DENSE_JOB, "method": "full"}
+    for name in ("lora_r", "lora_target_modules"):
+        job.pop(name)
+    plain, checkpointed = (estimate(job, gradient_checkpointing=flag) for flag in (False, True))
+    assert checkpointed.model_flops_per_step == plain.model_flops_per_step
+    assert 1.15 < checkpointed.hardware_flops_per_step / plain.hardware_flops_per_step < 1.34
+
+
+def test_lora_needs_two_thirds_of_the_flops_of_full_tuning() -> None:
+    # NeMo Automodel 786: (1 + 1 + ratio) / 3
+    full = {name: value for name, value in DENSE_JOB.items() if not name.startswith("lora")} | {"method": "full"}
+    ratio = estimate(DENSE_JOB).model_flops_per_step / estimate(full).model_flops_per_step
+    assert 0.66 < ratio < 0.70
+
+
+def test_an_evaluation_and_a_save_are_in_the_bill() -> None:
+    plain = estimate(DENSE_JOB, save_strategy="no")
+    evaluated = estimate(DENSE_JOB, save_strategy="no", eval_strategy="steps", eval_steps=100, num_eval_samples=800)
+    assert plain.eval_seconds == 0
+    assert plain.save_seconds == 0
+    assert evaluated.eval_seconds > 10
+    assert estimate(DENSE_JOB, save_strategy="steps", save_steps=100).save_seconds > 0
+
+
+def test_what_is_not_known_is_null_and_said() -> None:
+    without_lengths = {name: value for name, value in DENSE_JOB.items() if name != "lengths"}
+    answer = estimate(without_lengths)
+    assert answer.step_seconds is answer.total_usd is answer.mfu is answer.num_steps is None
+    assert answer.memory.peak_device_bytes > 0
+    assert any("lengths" in warning for warning in answer.warnings)
+    without_samples = {name: value for name, value in DENSE_JOB.items() if name != "num_samples"}
+    answer = estimate(without_samples)
+    assert answer.step_seconds is not None
+    assert answer.total_seconds is answer.total_usd is None
+    without_price = {name: value for name, value in DENSE_JOB.items() if name != "usd_per_gpu_hour"}
+    answer = estimate(without_price)
+    assert answer.total_seconds is not None
+    assert answer.total_usd is answer.price is None
+    without_gpu = {name: value for name, value in DENSE_JOB.items() if name != "gpu"}
+    answer = estimate(without_gpu)
+    assert answer.memory.peak_allocated_bytes > 0
+    assert answer.verdict is answer.step_seconds is None
+
+
+def test_bf16_on_a_card_without_it_has_no_step_time() -> None:
+    answer = estimate(DENSE_JOB, gpu="T4")
+    assert answer.step_seconds is None
+    assert any("no known rate for bfloat16" in warning for warning in answer.warnings)
+
+
+def test_the_price_may_come_from_the_environment_or_the_dated_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {name: value for name, value in DENSE_JOB.items() if name != "usd_per_gpu_hour"}
+    monkeypatch.setenv("FTCOST_USD_PER_GPU_HOUR", "2.5")
+    assert estimate(job).price.usd_per_gpu_hour == 2.5
+    monkeypatch.setenv("FTCOST_USD_PER_GPU_HOUR", "cheap")
+    with pytest.raises(CostModelError, match="FTCOST_USD_PER_GPU_HOUR"):
+        estimate(job)
+    monkeypatch.delenv("FTCOST_USD_PER_GPU_HOUR")
+    # p4d rents eight A100 at once: a one-GPU job pays for the whole machine
+    rented = estimate(job, gpu="A100-SXM4-40GB", cloud="AWS")
+    assert rented.price.gpus_per_instance == 8
+    assert rented.total_usd == pytest.approx(rented.total_seconds / 3600 * 21.9576)
+
+
+def test_the_papers_dense_mixtral_is_an_override() -> None:
+    sparse, dense = estimate(PAPER_JOB), estimate(PAPER_JOB, model_overrides={"num_experts_per_tok": 8})
+    assert dense.num_params == sparse.num_params
+    assert dense.num_active_params == pytest.approx(sparse.num_params - 32_000 * 4096)
+    assert dense.step_seconds > 1.2 * sparse.step_seconds
+
+
+def test_a_quantised_moe_on_transformers_5_warns_that_its_experts_stay_16_bit() -> None:
+    job = {**PAPER_JOB, "framework_version": "5.24", "lora_target_modules": ["q_proj", "v_proj"]}
+    answer = estimate(job)
+    assert answer.verdict == "does_not_fit"
+    assert any("does not quantise the stacked experts" in warning for warning in answer.warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"model": "meta-lama/Llama-3.2-1B"}, ["meta-lama/Llama-3.2-1B", "Llama-3.2-1B"], id="model"),
+        pytest.param({"gpu": "RTX 4091"}, ["RTX 4091", "RTX 4090"], id="gpu"),
+        pytest.param({"gpu": "A100"}, ["A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB"], id="ambiguous-gpu"),
+        pytest.param({"optim": "adamw_torchh"}, ["adamw_torchh", "adamw_torch"], id="optimizer"),
+        pytest.param({"lora_rank": 8}, ["lora_rank", "lora_r"], id="field"),
+        pytest.param({"per_device_train_batch_size": 0}, ["per_device_train_batch_size"], id="batch-0"),
+        pytest.param({"usd_per_gpu_hour": math.nan}, ["usd_per_gpu_hour"], id="price-nan"),
+        pytest.param({"usd_per_gpu_hour": -1}, ["usd_per_gpu_hour"], id="price-negative"),
+        pytest.param({"bf16": True, "fp16": True}, ["bf16", "fp16"], id="two-autocasts"),
+        pytest.param({"lengths": {"mean": 10}}, ["max"], id="mean-without-max"),
+        pytest.param({"lengths": {"fixed": 10, "values": [1]}}, ["exactly one"], id="two-lengths"),
+        pytest.param({"lengths": {"histogram": {"-3": 1}}}, ["at least 1"], id="negative-length"),
+        pytest.param({"lora_target_modules": ["nothing"]}, ["nothing", "q_proj"], id="targets"),
+        pytest.param({"model_overrides": {"num_expert": 4}}, ["num_expert"], id="override"),
+        pytest.param({"model": {"model_type": "llama"}}, ["hidden_size"], id="config-without-sizes"),
+        pytest.param({"model": {"hidden_size": 8}}, ["model_type"], id="config-without-type"),
+        pytest.param({"method": "full", "quantization": "nf4"}, ["qlora"], id="full-4-bit"),
+    ],
+)
+def test_wrong_input_is_one_line_with_the_way_out(changes: dict, words: list[str]) -> None:
+    with pytest.raises(CostModelError) as caught:
+        estimate({**DENSE_JOB, **changes})
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_an_unknown_family_is_refused_by_name() -> None:
+    config = {"model_type": "madeup", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
+    with pytest.raises(CostModelError, match="madeup"):
+        estimate({**DENSE_JOB, "model": config})
+
+
+def test_bitsandbytes_names_are_read() -> None:
+    job = parse_job(
+        {"model": "x", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "torch_dtype": "bf16"}
+    )
+    assert (job.quantization, job.double_quant, job.dtype) == ("nf4", True, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("framework", "version", "expected"),
+    [
+        # TrainingArguments and SFTConfig, read from the sources of the versions named
+        pytest.param("transformers", "5.24", ("adamw_torch_fused", False, False, "bfloat16"), id="transformers-5"),
+        pytest.param("transformers", "4.40", ("adamw_torch", False, False, "float32"), id="transformers-4"),
+        pytest.param("trl", "1.16", ("adamw_torch_fused", True, True, "float32"), id="trl-1"),
+    ],
+)
+def test_defaults_are_the_frameworks_own_and_named(framework: str, version: str, expected: tuple) -> None:
+    fields = {"model": "meta-llama/Llama-3.2-1B", "method": "full", "max_length": 512}
+    answer = estimate(fields, framework=framework, framework_version=version)
+    job = answer.job
+    assert (job["optim"], job["gradient_checkpointing"], job["bf16"], job["dtype"]) == expected
+    assert {"optim", "gradient_checkpointing", "bf16", "dtype", "per_device_train_batch_size"} <= set(answer.assumed)
+    assert answer.defaults_of == f"{framework} {version}"
+
+
+def test_max_length_has_a_default_only_where_the_framework_has_one() -> None:
+    with pytest.raises(CostModelError, match="max_length is required"):
+        estimate(model="meta-llama/Llama-3.2-1B", method="full")
+    assert estimate(model="meta-llama/Llama-3.2-1B", method="full", framework="trl").job["max_length"] == 1024

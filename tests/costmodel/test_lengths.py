@@ -1,0 +1,118 @@
+"""Expected padded tokens of a batch, against exact enumeration and simulation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from costmodel.defaults import resolve
+from costmodel.errors import CostModelError
+from costmodel.hf_config import model_spec_from_config
+from costmodel.lengths import batch_tokens, distribution, expected_maximum
+from costmodel.specs import Lengths, parse_job
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
+
+def _job(**fields):
+    model = model_spec_from_config(CONFIG)
+    return resolve(parse_job({"model": CONFIG, "max_length": 1024, **fields}), model)[0]
+
+
+def test_expected_longest_of_three_equals_enumeration() -> None:
+    dist = distribution(Lengths(values=(3, 5, 5, 9)), 100)
+    draws = list(itertools.product((3, 5, 5, 9), repeat=3))
+    mean, square = expected_maximum(dist, 3)
+    assert mean == pytest.approx(sum(max(draw) for draw in draws) / len(draws))
+    assert square == pytest.approx(sum(max(draw) ** 2 for draw in draws) / len(draws))
+
+
+def test_padding_to_a_multiple_rounds_each_batch_up() -> None:
+    dist = distribution(Lengths(values=(10, 90)), 1024)
+    tokens = batch_tokens(_job(per_device_train_batch_size=2, pad_to_multiple_of=8), dist)
+    # longest of two: 10 -> 16 with chance 1/4, 90 -> 96 with 3/4
+    assert tokens.expected.num_tokens == pytest.approx(2 * (16 / 4 + 96 * 3 / 4))
+    assert tokens.num_non_padding_tokens == pytest.approx(100)
+    assert tokens.longest.num_tokens == 2 * 96
+    assert tokens.is_padded
+
+
+def test_padding_of_the_papers_math_set_against_simulation() -> None:
+    dist = distribution(Lengths(dataset="math_14k"), 1024)
+    job = _job(per_device_train_batch_size=4, pad_to_multiple_of=8)
+    expected = batch_tokens(job, dist).expected.num_tokens
+    random_source = random.Random(0)
+    draws = random_source.choices(dist.lengths, dist.shares, k=4 * 20_000)
+    padded = [-(-length // 8) * 8 for length in draws]
+    simulated = sum(4 * max(padded[i : i + 4]) for i in range(0, len(padded), 4)) / 20_000
+    assert expected == pytest.approx(simulated, rel=0.01)
+    # medians and means as the paper's histogram has them
+    assert dist.mean_tokens == pytest.approx(187.26, abs=0.3)
+    assert dist.num_samples == 13_921
+
+
+def test_grouping_by_length_saves_padding_and_packing_all_of_it() -> None:
+    dist = distribution(Lengths(dataset="commonsense_15k"), 1024)
+    random_order = batch_tokens(_job(per_device_train_batch_size=8), dist)
+    grouped = batch_tokens(_job(per_device_train_batch_size=8, train_sampling_strategy="group_by_length"), dist)
+    free = batch_tokens(_job(per_device_train_batch_size=8, padding_free=True), dist)
+    assert free.expected.num_tokens == pytest.approx(8 * dist.mean_tokens)
+    assert free.expected.num_tokens < grouped.expected.num_tokens < 0.7 * random_order.expected.num_tokens
+    packed = batch_tokens(_job(per_device_train_batch_size=2, packing=True), dist)
+    assert packed.num_samples > 18  # two rows of 1,024 hold about twenty samples of 100 tokens
+    assert packed.expected.num_attended_pairs < packed.expected.num_tokens * 400  # attention stays inside each document
+
+
+def test_samples_above_the_limit_are_cut_and_counted() -> None:
+    dist = distribution(Lengths(histogram={100: 3, 5000: 1}), 1024)
+    assert dist.longest_tokens == 1024
+    assert dist.share_cut == 0.25
+
+
+def test_a_mean_alone_uses_the_stated_shape() -> None:
+    dist = distribution(Lengths(mean=200, max=1000), 1024)
+    assert dist.mean_tokens == pytest.approx(200, rel=0.01)
+    assert dist.longest_tokens <= 1000
+
+
+def test_supervised_positions_reach_the_head_only_under_trl() -> None:
+    dist = distribution(Lengths(fixed=100), 1024)
+    plain = batch_tokens(_job(per_device_train_batch_size=2, supervised_fraction=0.25), dist)
+    trl = batch_tokens(_job(per_device_train_batch_size=2, supervised_fraction=0.25, framework="trl"), dist)
+    assert plain.expected.num_head_tokens == 200
+    assert trl.expected.num_head_tokens == 50
+    assert trl.num_supervised_tokens == plain.num_supervised_tokens == 50
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param("12\nabc\n", "whole number of tokens a line", id="words"),
+        pytest.param("", "no lengths", id="empty"),
+        pytest.param("0\n5\n", "below 1", id="zero"),
+        pytest.param("{broken", "whole number of tokens a line", id="damaged-json"),
+    ],
+)
+def test_a_bad_lengths_file_says_what_it_must_hold(tmp_path, content: str, message: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    with pytest.raises(CostModelError, match=message):
+        distribution(Lengths(file=str(path)), 1024)
+
+
+def test_lengths_files_in_three_forms_agree(tmp_path) -> None:
+    forms = {"a.txt": "5\n5\n7\n", "b.json": "[5, 5, 7]", "c.json": '{"5": 2, "7": 1}'}
+    found = []
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content)
+        found.append(distribution(Lengths(file=str(tmp_path / name)), 1024))
+    assert found[0] == found[1] == found[2]
