@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, TextIO, Union
 
 import typer
+from pydantic import ValidationError
 
 from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
 from costmodel.specs import GpuSpec, Job, Lengths
@@ -431,7 +432,7 @@ def _estimate_lines(path: str, fields: Mapping[str, Any]) -> int:
         try:
             job = _as_job_mapping(_parse_json(line, f"line {number}"), f"line {number}")
             text = to_json(estimate({**job, **fields}).to_dict(), indent=None)
-        except CostModelError as error:
+        except (CostModelError, ValidationError) as error:
             num_wrong += 1
             text = to_json({"error": str(error), "line": number}, indent=None)
         except Exception as error:  # a bug here must not cost the other answers
@@ -674,7 +675,7 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
         code = application(args=arguments, prog_name="ftcost", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else FITS
-    except CostModelError as error:
+    except (CostModelError, ValidationError) as error:
         print(f"ftcost: {' '.join(str(error).split())}", file=stream)
         return WRONG_INPUT
     except (KeyboardInterrupt, typer.Abort):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ _EXPERTS_PER_TOKEN_FIELDS: Final = (
     "moe_top_k",
     "top_k_experts",
 )
+_IN_A_LAYER: Final = re.compile(r"(?:[a-z_]+\.)+\d+\.(.+)")  # model.layers.7.self_attn.q_proj
+
 # Full fine-tuning with this share of the weights frozen is another job than the one that is modelled.
 _MAX_FROZEN_SHARE: Final = 0.01
 
@@ -91,7 +94,7 @@ def _num_active_params(model: Any, counts: Mapping[str, int], num_params: int) -
             return None
         routed = sum(count for name, count in counts.items() if name.startswith(prefix))
         active -= routed * (1 - top_k / num_experts)
-    if active == num_params - _lookup_only_params(model) and _has_routed_experts(model):
+    if active == num_params - _lookup_only_params(model) and has_routed_experts(model):
         return None
     return round(active)
 
@@ -136,7 +139,8 @@ def _experts_per_token(config: Any) -> int | None:
     return None
 
 
-def _has_routed_experts(model: Any) -> bool:
+def has_routed_experts(model: Any) -> bool:
+    """Whether tokens are routed to experts in some layer."""
     from ftcost_callback.expert_load import moe_class_name
 
     return moe_class_name(model) is not None
@@ -169,7 +173,7 @@ def method_fields(model: Any) -> dict[str, Any]:
         "lora_dropout": config.lora_dropout,
         "use_dora": bool(config.use_dora),
         "use_rslora": bool(config.use_rslora),
-        "lora_target_modules": _names(config.target_modules),
+        "lora_target_modules": _target_modules(config.target_modules, _num_layers(model)),
         "lora_target_parameters": _names(getattr(config, "target_parameters", None)),
         "lora_modules_to_save": _names(config.modules_to_save),
         "adapter_dtype": _most_common_dtype(parameter for name, parameter in model.named_parameters() if "lora_" in name),
@@ -179,6 +183,25 @@ def method_fields(model: Any) -> dict[str, Any]:
 
 def _names(value: Any) -> str | list[str] | None:
     return value if value is None or isinstance(value, str) else sorted(value)
+
+
+def _target_modules(targets: Any, num_layers: int | None) -> str | list[str] | None:
+    """As given; a name for each layer ("all-linear", resolved) becomes one name where every layer has it."""
+    names = _names(targets)
+    if not isinstance(names, list):
+        return names
+    in_layers: dict[str, int] = {}
+    for name in names:
+        match = _IN_A_LAYER.match(name)
+        if match is None:
+            return names
+        in_layers[match[1]] = in_layers.get(match[1], 0) + 1
+    return sorted(in_layers) if set(in_layers.values()) == {num_layers} else names
+
+
+def _num_layers(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    return getattr(getattr(config, "text_config", config), "num_hidden_layers", None)
 
 
 def _refuse_partly_frozen(model: Any) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -275,7 +275,8 @@ class LiveRun:
         assert self._job is not None
         job = dict(self._job)
         if basis == "tokens_seen":
-            job |= lengths_seen(self.recorder.session)
+            seen = lengths_seen(self.recorder.session)
+            job = {"max_length": seen["lengths"]["max"], **job, **seen}
         if self._settings.calibration is not None:
             job["calibration"] = self._settings.calibration
         try:
@@ -633,7 +634,8 @@ class LiveRun:
 
     def _second_prediction_is_due(self) -> bool:
         return (
-            self._first_prediction is not None
+            self._settings.predict
+            and self._job is not None
             and not self._has_predicted_again
             and self.recorder.session.num_steps >= STEPS_BEFORE_SECOND_PREDICTION
             and bool(lengths_seen(self.recorder.session))

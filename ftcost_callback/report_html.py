@@ -470,7 +470,7 @@ def _memory_html(run: ReportedRun) -> str:
     named = sum(num_bytes for _, _, num_bytes in parts)
     predicted = memory.get("peak_device_bytes") or named
     if parts and predicted > named:
-        parts.append(("part-9", "Held by the allocator, not in use", predicted - named))
+        parts.append(("part-9", "Held, not in use", predicted - named))
     measured = [
         (text, num_bytes)
         for text, num_bytes in (
@@ -623,7 +623,10 @@ def _job_html(run: ReportedRun) -> str:
     columns = ["", ""]
     for title, pairs in groups:
         if pairs:
-            rows = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in pairs)
+            rows = "".join(
+                f'<tr><th scope="row">{escape(name).replace("_", "_<wbr>")}</th><td>{escape(value)}</td></tr>'
+                for name, value in pairs
+            )
             table = f'<h3>{title}</h3><div class="scroll"><table class="keys"><tbody>{rows}</tbody></table></div>'
             columns[0 if title == "Job" else 1] += table
     content = f'<div class="inner-columns"><div>{columns[0]}</div><div>{columns[1]}</div></div>'

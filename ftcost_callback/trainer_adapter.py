@@ -17,6 +17,7 @@ from ftcost_callback.dataset_lengths import dataset_lengths, num_rows
 from ftcost_callback.live_device import device_facts, versions
 from ftcost_callback.live_model import (
     checkpointing_is_reentrant,
+    has_routed_experts,
     method_fields,
     model_facts,
     quantization_fields,
@@ -89,7 +90,7 @@ def job_from_objects(
         **_kernel_fields(model, args),
         "optim": _optimizer_name(optimizer, args),
         **_checkpointing_fields(model, args),
-        **_schedule_fields(args, state, eval_dataset),
+        **_schedule_fields(args, eval_dataset),
         **_data_fields(args, train_dataset, data_collator),
     }
     return {name: value for name, value in fields.items() if value is not None}
@@ -164,7 +165,7 @@ def _kernel_fields(model: Any, args: Any) -> dict[str, Any]:
         attention = (
             "flash_attention_3" if "flash-attn3" in attention else "flash_attention_2" if "flash-attn" in attention else ""
         )
-    experts = getattr(config, "_experts_implementation", None)
+    experts = getattr(config, "_experts_implementation", None) if has_routed_experts(model) else None
     return {
         "attn_implementation": attention or None,
         "experts_implementation": experts if experts in _EXPERTS else None,
@@ -231,7 +232,7 @@ def _checkpointing_fields(model: Any, args: Any) -> dict[str, Any]:
 # --- schedule and data ------------------------------------------------------------------------------------------------
 
 
-def _schedule_fields(args: Any, state: Any, eval_dataset: Any) -> dict[str, Any]:
+def _schedule_fields(args: Any, eval_dataset: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "eval_strategy": _strategy(args.eval_strategy),
         "save_strategy": _strategy(args.save_strategy),
@@ -242,11 +243,11 @@ def _schedule_fields(args: Any, state: Any, eval_dataset: Any) -> dict[str, Any]
     else:
         fields["num_train_epochs"] = float(args.num_train_epochs)
     if fields["eval_strategy"] != "no":
-        fields["eval_steps"] = getattr(state, "eval_steps", None) or getattr(args, "eval_steps", None)
+        fields["eval_steps"] = args.eval_steps
         fields["per_device_eval_batch_size"] = int(args.per_device_eval_batch_size)
         fields["num_eval_samples"] = num_rows(eval_dataset) or None
     if fields["save_strategy"] == "steps":
-        fields["save_steps"] = getattr(state, "save_steps", None) or args.save_steps
+        fields["save_steps"] = args.save_steps
     return fields
 
 

@@ -43,7 +43,6 @@ from synthetic_run import (
     dense_run,
     long_run,
     moe_run,
-    moe_session,
     one_step_run,
     write_rows,
     write_truncated,
@@ -434,7 +433,7 @@ def test_a_run_that_still_goes_is_told_apart_from_a_finished_one(tmp_path: Path)
     page = text_of(render_report([read_series(write_rows(tmp_path / "run.jsonl", rows))]))
     assert "Spent so far" in page
     assert "Projected over predicted" in page
-    assert "projected total $1.71 ($1.70 – $1.71)" in page
+    assert "projected total $1.71 ($1.70 – $1.71)" in page  # noqa: RUF001
     assert "The run is heading for $1.71 against $1.54 predicted: 1.11 of the plan." in page
 
 
@@ -503,7 +502,6 @@ def test_the_synthetic_run_is_the_same_each_time_and_its_buckets_sum() -> None:
     summary = list(moe_run())[-1]
     buckets = ("train", "eval", "save", "log", "startup", "other")
     assert math.fsum(summary[f"{name}_seconds"] for name in buckets) == pytest.approx(summary["wall_seconds"])
-    assert moe_session.__doc__ is None or moe_session.__doc__
 
 
 # In a browser

@@ -218,11 +218,13 @@ def test_checkpointing_and_batch_are_those_of_the_running_training(tmp_path: Pat
     assert live["per_device_train_batch_size"] == 5
 
 
-@pytest.mark.slow
 def test_an_sft_trainer_with_packing_and_lora(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     rows = datasets.Dataset.from_list(
-        [{"prompt": "w1 w2 w3", "completion": " ".join(f"w{index}" for index in range(length))} for length in range(4, 34)]
+        [
+            {"prompt": "w1 w2 w3", "completion": " " + " ".join(f"w{index}" for index in range(length))}
+            for length in range(4, 34)
+        ]
     )
     args = trl.SFTConfig(
         output_dir=str(tmp_path),
@@ -254,8 +256,9 @@ def test_an_sft_trainer_with_packing_and_lora(tmp_path: Path) -> None:
     assert (job["packing"], job["padding_free"], job["max_length"], job["loss_type"]) == (True, True, 64, "nll")
     assert job["gradient_checkpointing"] is True  # TRL's default
     assert job["lora_target_modules"] == [
-        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
-    ]  # fmt: skip
+        *("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"),
+        *("self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj"),
+    ]
     # Documents, not packed rows: 3 prompt words + the completion + the end.
     assert job["num_samples"] == 30
     assert job["lengths"]["histogram"] == dict.fromkeys(range(8, 38), 1)
@@ -298,7 +301,7 @@ def test_what_is_not_modelled_is_refused(tmp_path: Path) -> None:
     [
         (None, {}),
         (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
             {"quantization": "nf4", "double_quant": True},
         ),
         (transformers.BitsAndBytesConfig(load_in_8bit=True), {"quantization": "int8"}),

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel.errors import CostModelError
+from ftcost_callback.recorder import Totals
+from ftcost_callback.records import ExpertLoad, Pause, Prediction, Session, Step
+from ftcost_callback.run_file import Ledger, RunFile, read_ledger, read_run, run_file_path, write_ledger
+
+
+def session(run_id: str = "aaa", session_index: int = 0, **fields: Any) -> Session:
+    return Session(
+        run_id=run_id, session_index=session_index, started_at="2026-01-01T00:00:00+00:00", startup_seconds=4.0, **fields
+    )
+
+
+def step(global_step: int, session_index: int = 0, **fields: Any) -> Step:
+    return Step(global_step=global_step, session_index=session_index, step_seconds=2.0, num_tokens=10, **fields)
+
+
+def write(output_dir: Path, *rows: Any) -> Path:
+    file = RunFile(run_file_path(output_dir))
+    for row in rows:
+        file.append(row)
+    file.close()
+    return file.path
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    load = ExpertLoad(global_step=1, layer_names=["a"], tokens_per_expert=[[1, 2]], num_experts_per_tok=1)
+    rows = [
+        session(),
+        Prediction(basis="before", global_step=0, estimate={"step_seconds": 0.5}),
+        step(1, spent_usd=0.25),
+        Pause(kind="eval", global_step=1, seconds=3.0),
+        load,
+    ]
+    path = write(tmp_path, *rows)
+    for given in (tmp_path, tmp_path / "_ftcost", path):
+        record = read_run(given)
+        assert record.sessions == [rows[0]]
+        assert record.predictions == [rows[1]]
+        assert record.steps == [rows[2]]
+        assert record.pauses == [rows[3]]
+        assert record.expert_loads == [load]
+    assert record.summary is None
+
+
+def test_each_row_is_with_the_operating_system_when_append_returns(tmp_path: Path) -> None:
+    file = RunFile(run_file_path(tmp_path))
+    file.append(session())
+    assert json.loads(file.path.read_text())["type"] == "session"
+    file.close()
+
+
+def test_no_nan_reaches_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, session(), step(1, mfu=float("nan"), data_wait_seconds=float("inf")))
+    row = json.loads(path.read_text().splitlines()[1])
+    assert "mfu" not in row
+    assert "data_wait_seconds" not in row
+
+
+def test_a_line_cut_off_by_a_kill_is_passed_over_and_the_next_session_begins_a_new_line(tmp_path: Path) -> None:
+    path = write(tmp_path, session(), step(1), step(2))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_run(tmp_path).num_unread_lines == 1
+    write(tmp_path, session(session_index=1), step(2, session_index=1))
+    record = read_run(tmp_path)
+    assert [each.global_step for each in record.steps] == [1, 2]
+    assert len(record.sessions) == 2
+
+
+def test_unknown_types_and_fields_are_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path, session())
+    with path.open("a") as file:
+        file.write('{"type": "weather", "rain": 1}\n')
+        file.write('{"type": "step", "global_step": 1, "session_index": 0, "step_seconds": 1.0, "mood": "good"}\n')
+        file.write('{"type": "pause"}\n')
+    record = read_run(path)
+    assert record.steps == [Step(global_step=1, session_index=0, step_seconds=1.0)]
+    assert record.num_unread_lines == 2
+
+
+def test_the_last_run_in_a_folder_is_read(tmp_path: Path) -> None:
+    write(tmp_path, session("aaa"), step(1), step(2))
+    write(tmp_path, session("bbb"), step(1))
+    assert read_run(tmp_path).run_id == "bbb"
+    assert len(read_run(tmp_path).steps) == 1
+    assert len(read_run(tmp_path, run_id="aaa").steps) == 2
+    with pytest.raises(CostModelError, match="no run 'ccc'; it holds aaa, bbb"):
+        read_run(tmp_path, run_id="ccc")
+
+
+@pytest.mark.parametrize("content", ["", "hello\n", '{"loss": 1.0}\n', '[1, 2]\n', "\x00\xff\n"])
+def test_a_foreign_file_is_refused_with_the_way_out(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(CostModelError, match=r"is no ftcost run record.*give the output_dir"):
+        read_run(path)
+
+
+def test_a_missing_record_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(CostModelError, match="no run record at .*give the output_dir"):
+        read_run(tmp_path)
+
+
+def test_totals_of_a_killed_run_are_the_sums_of_its_rows(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        session(),
+        step(1, data_wait_seconds=0.5),
+        Pause(kind="save", global_step=1, seconds=3.0),
+        step(2, spent_usd=0.125),
+    )
+    record = read_run(tmp_path)
+    assert record.totals == Totals(
+        train_seconds=4.0,
+        save_seconds=3.0,
+        startup_seconds=4.0,
+        data_wait_seconds=0.5,
+        num_steps=2,
+        num_tokens=20,
+        num_non_padding_tokens=None,
+        num_supervised_tokens=None,
+        num_samples=None,
+    )
+    assert record.spent_usd == 0.125
+    assert record.last_step == 2
+
+
+def test_a_session_on_another_machine_begins_from_what_its_row_says(tmp_path: Path) -> None:
+    earlier = Totals(train_seconds=100.0, startup_seconds=10.0, num_tokens=50)
+    write(
+        tmp_path,
+        session(session_index=1, earlier_seconds=earlier.seconds, earlier_tokens={"num_tokens": 50}),
+        step(51, session_index=1),
+    )
+    totals = read_run(tmp_path).totals
+    assert (totals.train_seconds, totals.startup_seconds, totals.num_tokens) == (102.0, 14.0, 60)
+
+
+def test_the_ledger_of_a_checkpoint(tmp_path: Path) -> None:
+    ledger = Ledger(
+        run_id="aaa",
+        session_index=2,
+        global_step=500,
+        totals=Totals(train_seconds=10.0, num_steps=500, num_tokens=None),
+        spent_usd=1.5,
+        crossed_thresholds=("usd 10 50 %",),
+    )
+    write_ledger(tmp_path, ledger)
+    assert read_ledger(tmp_path) == ledger
+    assert [path.name for path in tmp_path.iterdir()] == ["ftcost_ledger.json"]
+
+
+def test_a_checkpoint_without_a_ledger_and_one_that_is_broken(tmp_path: Path) -> None:
+    assert read_ledger(tmp_path) is None
+    (tmp_path / "ftcost_ledger.json").write_text('{"run_id": "a"')
+    with pytest.raises(CostModelError, match="cannot be read as a ledger"):
+        read_ledger(tmp_path)
