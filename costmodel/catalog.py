@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
@@ -447,7 +448,8 @@ def list_length_datasets() -> tuple[str, ...]:
     return tuple(sorted(file.removesuffix(".csv") for file in os.listdir(os.path.join(DATA_FOLDER, "lengths"))))
 
 
-def length_histogram(dataset_name: str) -> dict[int, float]:
+@functools.cache
+def length_histogram(dataset_name: str) -> Mapping[int, float]:
     """Tokens per sample -> number of samples, of a catalogued data set. Raises :class:`UnknownNameError`."""
     known = list_length_datasets()
     wanted = re.sub(r"[\s-]+", "_", dataset_name.strip().lower())
@@ -455,5 +457,5 @@ def length_histogram(dataset_name: str) -> dict[int, float]:
     for name in known:
         if wanted in (name, name.replace("_", "")):
             rows = _read_table("lengths", f"{name}.csv")
-            return {int(row["length_tokens"]): float(row["num_samples"]) for row in rows}
+            return MappingProxyType({int(row["length_tokens"]): float(row["num_samples"]) for row in rows})
     raise UnknownNameError("data set", dataset_name, known, way_out="or give a histogram, the lengths, or a file of lengths")

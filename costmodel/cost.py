@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from costmodel import constants as c
+from costmodel.catalog import bill_usd_per_hour
 from costmodel.defaults import ResolvedJob, transformers_major
 from costmodel.hf_config import ModelSpec
 from costmodel.lengths import BatchTokens
@@ -114,5 +115,4 @@ def run_time(model: ModelSpec, job: ResolvedJob, plan: Schedule, step: StepTime,
 
 def dollars(seconds: float, price: Price, num_gpus: int) -> float:
     """What the machines cost for that long: whole machines, whatever share of their GPUs the job uses."""
-    machines = math.ceil(num_gpus / price.gpus_per_instance)
-    return seconds / SECONDS_PER_HOUR * machines * price.usd_per_instance_hour
+    return seconds / SECONDS_PER_HOUR * bill_usd_per_hour(price, num_gpus)

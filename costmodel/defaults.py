@@ -176,7 +176,6 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
         raise CostModelError(
             f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)"
         )
-    checkpointing = pick("gradient_checkpointing", is_trl)
     packing = pick("packing", False)
     is_kbit = quantization in BITSANDBYTES
     kbit_prep = job.prepare_model_for_kbit_training
@@ -185,6 +184,8 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
         kbit_prep = is_kbit and not is_trl
         if is_kbit:
             assumed.append("prepare_model_for_kbit_training")
+    # SFTConfig turns checkpointing on, TrainingArguments does not; peft's k-bit preparation switches it on unless told not to.
+    checkpointing = pick("gradient_checkpointing", is_trl or kbit_prep)
     max_steps = job.max_steps if job.max_steps and job.max_steps > 0 else None
     return (
         ResolvedJob(

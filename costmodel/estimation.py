@@ -303,7 +303,7 @@ def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
     if job.cloud is not None or job.tier is not None:
         if gpu is None:
             raise CostModelError("a catalogue price needs a gpu; name one, or give usd_per_gpu_hour")
-        return find_price(gpu, cloud=job.cloud, tier=job.tier or "on_demand", num_gpus=job.num_gpus)
+        return find_price(gpu, cloud=job.cloud, tier=job.tier, num_gpus=job.num_gpus)
     text = os.environ.get(PRICE_VARIABLE)
     if text:
         try:

@@ -41,7 +41,7 @@ from transformers import (
 )
 from transformers.utils.logging import set_verbosity_error
 
-from costmodel import CostModelError, Estimate, GpuSpec, estimate
+from costmodel import CostModelError, Estimate, estimate
 from ftcost_callback import FTCostCallback, estimate_trainer
 from ftcost_callback.probe import probe_cpu
 from ftcost_callback.report_html import write_report
@@ -109,7 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     disable_progress_bars()
 
     print_heading("1. What it will cost")
-    gpu = None if torch.cuda.is_available() else measure_cpu(options.probe_seconds)
+    gpu = None
+    if not torch.cuda.is_available():
+        print("No GPU here: measuring this CPU's matmul rate, memory bandwidth and cost per operator instead.")
+        gpu = probe_cpu(seconds=options.probe_seconds, say=print)
     tokenizer = load_tokenizer(options)
     samples = load_samples(options, tokenizer)
     trainer = build_trainer(options, tokenizer, samples, gpu)
@@ -229,7 +232,9 @@ def load_model(options: argparse.Namespace, tokenizer: Any) -> Any:
     return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=LORA_TARGETS))
 
 
-def build_trainer(options: argparse.Namespace, tokenizer: Any, samples: dict[str, Dataset], gpu: GpuSpec | None) -> Trainer:
+def build_trainer(
+    options: argparse.Namespace, tokenizer: Any, samples: dict[str, Dataset], gpu: dict[str, Any] | None
+) -> Trainer:
     """An ordinary Trainer (or TRL's SFTTrainer); the last argument of each is all that ftcost adds."""
     epoch_steps = -(-len(samples["train"]) // (options.batch_size * options.accumulation))
     max_steps = options.max_steps or epoch_steps
@@ -255,7 +260,7 @@ def build_trainer(options: argparse.Namespace, tokenizer: Any, samples: dict[str
         "processing_class": tokenizer,
         "train_dataset": samples["train"],
         "eval_dataset": samples["test"],
-        "callbacks": [FTCostCallback(usd_per_gpu_hour=options.usd_per_gpu_hour)],
+        "callbacks": [FTCostCallback(usd_per_gpu_hour=options.usd_per_gpu_hour, gpu=gpu)],
     }
     if options.trainer == "sft":
         from trl import SFTConfig, SFTTrainer
@@ -270,16 +275,6 @@ def build_trainer(options: argparse.Namespace, tokenizer: Any, samples: dict[str
 
 def print_heading(title: str) -> None:
     print(f"\n{title}\n{'=' * len(title)}")
-
-
-def measure_cpu(seconds: float) -> GpuSpec:
-    print(f"No GPU here: measuring this CPU's matmul rate, memory bandwidth and cost per operator for {seconds:.0f} s ...")
-    cpu = probe_cpu(seconds=seconds)
-    rates = f"{(cpu.measured_fp32_matmul_flops_per_second or 0) / 1e9:.0f} GFLOP/s in fp32"
-    rates += f", {cpu.memory_bandwidth_bytes_per_second / 1e9:.1f} GB/s"
-    rates += f", {(cpu.seconds_per_operator or 0) * 1e6:.0f} us an operator"
-    print(f"  {cpu.name}: {rates}\n")
-    return cpu
 
 
 def print_estimate(name: str, answer: Estimate) -> None:

@@ -120,8 +120,7 @@ def _cause_of_slowness(estimate: Mapping[str, Any], measured: Measured, ratios: 
         return f"{_wait_share(measured):.0%} of it is waiting for data; {_loader_advice(measured)}"
     if by_tokens >= rest:
         return (
-            f"steps hold {more_tokens:.0%} more tokens than expected; "
-            "give the data set's real lengths, or expect this cost"
+            f"steps hold {more_tokens:.0%} more tokens than expected; give the data set's real lengths, or expect this cost"
         )
     for bits, cause in _THROTTLE_CAUSES[:-1]:
         if (measured.throttle_reasons or 0) & bits:

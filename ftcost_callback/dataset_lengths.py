@@ -95,10 +95,8 @@ def _from_arrow(dataset: Any, max_rows: int) -> DatasetLengths | None:
     for start in range(0, len(chosen), _ROWS_AT_ONCE):
         table = plain[chosen[start : start + _ROWS_AT_ONCE]]
         lists = table.column(length_column)
-        if length_column == "seq_lengths":
-            lengths = compute.list_flatten(lists)
-        else:
-            lengths = compute.list_value_length(lists)
+        lengths_of = compute.list_flatten if length_column == "seq_lengths" else compute.list_value_length
+        lengths = lengths_of(lists)
         for length in lengths.to_pylist():
             tally.add(length or 0)
         if label_column is not None:

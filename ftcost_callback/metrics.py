@@ -92,9 +92,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         default=True,
     ),
     Metric("tokens_per_second", "ftcost/speed/tokens_per_second", "1/s", "computed tokens, padding inside"),
-    Metric(
-        "supervised_tokens_per_second", "ftcost/speed/supervised_tokens_per_second", "1/s", "tokens that enter the loss"
-    ),
+    Metric("supervised_tokens_per_second", "ftcost/speed/supervised_tokens_per_second", "1/s", "tokens that enter the loss"),
     Metric("samples_per_second", "ftcost/speed/samples_per_second", "1/s", "sequences trained on"),
     Metric("hfu", "ftcost/speed/hfu", "fraction", "as mfu, with the FLOPs of recomputation"),
     Metric(

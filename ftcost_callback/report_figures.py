@@ -246,7 +246,7 @@ def _prediction(
 
 def _budget_limit(run: ReportedRun, kind: str) -> float | None:
     budget = run.series.session("budget")
-    said = finite(budget.get(f"budget_{kind}"))
+    said = finite(budget.get(kind))
     crossed = (finite(row.get("limit")) for row in run.series.budgets if row.get("kind") == kind)
     return said if said is not None else next((limit for limit in crossed if limit is not None), None)
 

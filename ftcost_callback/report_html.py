@@ -628,7 +628,7 @@ def _job_html(run: ReportedRun) -> str:
                 for name, value in pairs
             )
             table = f'<h3>{title}</h3><div class="scroll"><table class="keys"><tbody>{rows}</tbody></table></div>'
-            columns[0 if title == "Job" else 1] += table
+            columns[0 if title == "Job" or not columns[0] else 1] += table
     content = f'<div class="inner-columns"><div>{columns[0]}</div><div>{columns[1]}</div></div>'
     if not any(columns):
         content = _absent("The record has no session row that describes the job.")
@@ -650,7 +650,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
             pairs.append((name, f"{len(item):,} entries"))
         elif isinstance(item, list):
             pairs.append((name, ", ".join(_readable(name, one) for one in item)))
-        elif item is not None and item != {}:
+        elif item not in (None, "", {}):
             pairs.append((name, _readable(name, item)))
     return pairs
 

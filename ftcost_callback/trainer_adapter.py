@@ -75,8 +75,8 @@ def job_from_objects(
     """The job mapping, without the fields that the live objects do not show. ``gpu`` overrides the device found.
 
     On a CPU ``gpu`` is absent unless given (``ftcost_callback.probe`` measures one): memory is then predicted, time
-    is not. ``processing_class`` is not read: lengths come from what has been tokenised. Raises :class:`CostModelError` where no job field describes what is there (another kind of adapter, an
-    unknown optimizer).
+    is not. ``processing_class`` is not read: lengths come from what has been tokenised. Raises
+    :class:`CostModelError` where no job field describes what is there (another kind of adapter, an unknown optimizer).
     """
     model = unwrapped(model)
     fields: dict[str, Any] = {

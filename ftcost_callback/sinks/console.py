@@ -60,9 +60,7 @@ def prediction_line(prediction: Prediction) -> str:
     if usd is not None:
         parts.append(dollars(usd) + _band(answer.get("total_usd_low"), answer.get("total_usd_high"), dollars))
     if total is not None:
-        parts.append(
-            duration(total) + _band(answer.get("total_seconds_low"), answer.get("total_seconds_high"), duration)
-        )
+        parts.append(duration(total) + _band(answer.get("total_seconds_low"), answer.get("total_seconds_high"), duration))
     if answer.get("step_seconds") is not None:
         parts.append(f"{_seconds(answer['step_seconds'])} a step")
     memory = answer.get("memory") or {}

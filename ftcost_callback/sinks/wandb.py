@@ -64,9 +64,7 @@ class WandbSink:
         self._find_run()
 
     def prediction(self, prediction: Prediction) -> None:
-        self._config["prediction" if prediction.basis == "before" else "prediction_on_tokens_seen"] = (
-            prediction.estimate
-        )
+        self._config["prediction" if prediction.basis == "before" else "prediction_on_tokens_seen"] = prediction.estimate
         if self._find_run() is not None:
             self._send_config()
 

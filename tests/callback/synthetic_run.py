@@ -21,6 +21,7 @@ from ftcost_callback.records import Budget, ExpertLoad, Pause, Prediction, Sessi
 Row = dict[str, Any]
 
 A40_USD_PER_HOUR = 0.79
+BUDGET_USD = 1.5
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
 NUM_LAYERS = 32
 NUM_EXPERTS = 8
@@ -164,6 +165,7 @@ def moe_session(index: int, started_at: str, ledger: Ledger, *, model: str, max_
             "source": "usd_per_gpu_hour argument",
             "as_of": "2026-08-17",
         },
+        budget={"usd": BUDGET_USD, "stop_at_budget": False},
         versions={"ftcost": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0", "peft": "0.21.2"},
         notes=["hfu: gradient checkpointing of this model is not modelled"],
     ).to_row()
@@ -283,7 +285,7 @@ def moe_run(*, model: str = MIXTRAL, finished: bool = True) -> Iterator[Row]:
         yield row
         if row["type"] == "step" and row["global_step"] == 420:
             yield Budget(
-                threshold="80 %", kind="usd", limit=1.5, spent=1.2, projected=1.7, global_step=420, action="warned"
+                threshold="80 %", kind="usd", limit=BUDGET_USD, spent=1.2, projected=1.7, global_step=420, action="warned"
             ).to_row()
     ledger.seconds["other"] += 21.0
     if finished:

@@ -89,8 +89,7 @@ def test_nothing_predicted_and_nothing_measured() -> None:
         ),
         pytest.param(
             Measured(step_seconds=1.6, throttle_reasons=0x04, busy_fraction=0.99),
-            "step 1.60x the prediction: the GPU ran at its power cap; raise the limit (nvidia-smi -pl) or expect this "
-            "speed",
+            "step 1.60x the prediction: the GPU ran at its power cap; raise the limit (nvidia-smi -pl) or expect this speed",
             id="power-cap",
         ),
         pytest.param(
@@ -107,8 +106,7 @@ def test_nothing_predicted_and_nothing_measured() -> None:
         ),
         pytest.param(
             Measured(step_seconds=0.5),
-            "step 0.50x the prediction: faster than modelled; `ftcost calibrate` on this run makes the next estimate "
-            "closer",
+            "step 0.50x the prediction: faster than modelled; `ftcost calibrate` on this run makes the next estimate closer",
             id="faster",
         ),
         pytest.param(

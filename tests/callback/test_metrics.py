@@ -61,9 +61,7 @@ def test_what_was_not_measured_is_absent() -> None:
 
 
 def test_values_in_their_units() -> None:
-    window = Window(
-        global_step=3, spent_usd=1.5, mfu=0.41, hfu=0.5, peak_allocated_bytes=3 * 2**30, memory_used_bytes=2**29
-    )
+    window = Window(global_step=3, spent_usd=1.5, mfu=0.41, hfu=0.5, peak_allocated_bytes=3 * 2**30, memory_used_bytes=2**29)
     assert window_metrics(window) == {
         "ftcost/cost/spent_usd": 1.5,
         "ftcost/speed/mfu": 0.41,

@@ -264,9 +264,7 @@ def test_growing_lengths_without_expected_tokens_widen_the_band_upwards() -> Non
 
 def test_steps_that_get_slower_without_token_counts_are_noticed() -> None:
     seconds = [1.0 + 0.02 * index for index in range(40)]
-    projection = project(
-        ProjectionInput(steps_done=41, max_steps=141, elapsed_seconds=60.0, moments=moments_of(seconds))
-    )
+    projection = project(ProjectionInput(steps_done=41, max_steps=141, elapsed_seconds=60.0, moments=moments_of(seconds)))
     assert projection.notes == ("steps are getting slower",)
     assert projection.projected_total_seconds_high is not None
     assert projection.projected_total_seconds_high > 60.0 + 100 * (1.78 + 1.01)

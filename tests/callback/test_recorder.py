@@ -6,7 +6,7 @@ import sys
 from typing import Literal
 
 import pytest
-from conftest import FakeClock
+from tiny_runs import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 

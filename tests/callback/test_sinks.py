@@ -120,9 +120,7 @@ def test_one_sinks_failure_does_not_reach_the_others_or_the_caller(method: str) 
     failing, good = FailingSink(method), InMemorySink()
     call_everything(FanOut([failing, good], warn=said.append))
     assert (len(good.predictions), len(good.windows), len(good.budgets), len(good.summaries)) == (2, 5, 1, 1)
-    assert (
-        said[0] == f"ftcost: FailingSink.{method} failed (ConnectionResetError: {method} went wrong); training goes on"
-    )
+    assert said[0] == f"ftcost: FailingSink.{method} failed (ConnectionResetError: {method} went wrong); training goes on"
 
 
 def test_a_sink_is_switched_off_after_three_failures_and_warned_about_once() -> None:
@@ -148,13 +146,10 @@ def test_the_console_from_start_to_end() -> None:
     lines = stream.getvalue().splitlines()
     assert all(line.startswith("ftcost: ") for line in lines)
     text = [line.removeprefix("ftcost: ") for line in lines]
-    assert text[0] == (
-        "predicted: $6.65 ($5.90 to $7.41), 3 h 10 min, 0.421 s a step, peak 47.0 of 44.0 GiB (does not fit)"
-    )
+    assert text[0] == ("predicted: $6.65 ($5.90 to $7.41), 3 h 10 min, 0.421 s a step, peak 47.0 of 44.0 GiB (does not fit)")
     assert text[1] == "no GPU sensor: no driver"
     assert text[3] == (
-        "step 120/1000: $1.23 of $10.20 ($9.80 to $10.60), 3 h 12 min left, 12,346 tokens/s, MFU 41.2%, "
-        "step 1.04x predicted"
+        "step 120/1000: $1.23 of $10.20 ($9.80 to $10.60), 3 h 12 min left, 12,346 tokens/s, MFU 41.2%, step 1.04x predicted"
     )
     assert text[8] == "budget $40.00: 80 % used ($32.10 spent at step 500)"
     assert text[9:] == [

@@ -1,0 +1,178 @@
+"""Token counts of real model forwards, against counts done by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import LENGTHS, TokenRows, pad_right, tiny_llama
+
+from ftcost_callback.forward_window import ForwardWindow, TrainingForward
+from ftcost_callback.records import TokenCounts
+from ftcost_callback.token_counter import TokenCounter, label_rule
+
+
+def counter_on(model: Any, **options: Any) -> tuple[TokenCounter, ForwardWindow]:
+    counter = TokenCounter(label_rule(model), **options)
+    window = ForwardWindow(counter.open_forward, lambda: None)
+    window.attach(model)
+    return counter, window
+
+
+def batch(*places: int) -> dict[str, Any]:
+    rows = TokenRows()
+    return pad_right([rows[place] for place in places])
+
+
+def counted(forward: dict[str, Any], rule: Any = "shifted", **options: Any) -> TokenCounts:
+    counter = TokenCounter(rule, **options)
+    counter.open_forward(TrainingForward(forward))
+    return counter.take_step().read()
+
+
+def test_two_samples_of_10_and_90_tokens() -> None:
+    ids = torch.ones(2, 90, dtype=torch.long)
+    mask = torch.ones(2, 90, dtype=torch.long)
+    mask[0, 10:] = 0
+    labels = torch.full((2, 90), -100)
+    labels[0, 2:10] = 5
+    labels[1, 50:] = 5
+    assert counted({"input_ids": ids, "attention_mask": mask, "labels": labels}) == TokenCounts(
+        num_tokens=180,
+        num_non_padding_tokens=100,
+        num_supervised_tokens=48,
+        num_samples=2,
+        longest_sequence_tokens=90,
+        sum_squared_sequence_tokens=2.0 * 90 * 90,
+    )
+
+
+def test_the_micro_batches_of_an_accumulated_step_add_up() -> None:
+    model = tiny_llama()
+    counter, _ = counter_on(model)
+    for places in ((0, 1), (2, 3)):
+        model(**batch(*places)).loss.backward()
+    counts = counter.take_step().read()
+    assert counts.num_tokens == 2 * 9 + 2 * 12
+    assert counts.num_non_padding_tokens == sum(LENGTHS[:4])
+    assert counts.num_supervised_tokens == sum(length - 2 for length in LENGTHS[:4])
+    assert (counts.num_samples, counts.longest_sequence_tokens) == (4, 12)
+    assert counter.take_step().read() == TokenCounts()
+
+
+def test_evaluation_and_second_passes_without_gradients_are_not_training() -> None:
+    model = tiny_llama()
+    counter, _ = counter_on(model)
+    model(**batch(0, 1))
+    with torch.no_grad():
+        model(**batch(2, 3))  # TRL's second pass with label smoothing: in training mode, without gradients
+    model.eval()
+    model(**batch(4, 5))
+    assert counter.take_step().read().num_non_padding_tokens == sum(LENGTHS[:2])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_counts_once(use_reentrant: bool) -> None:
+    model = tiny_llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.train()
+    counter, _ = counter_on(model)
+    model(**batch(0, 1)).loss.backward()
+    assert counter.take_step().read().num_tokens == 18
+
+
+def test_labels_that_never_reach_the_model_are_taken_from_the_trainers_count() -> None:
+    forward = {"input_ids": torch.ones(2, 8, dtype=torch.long), "num_items_in_batch": torch.tensor(9)}
+    counter = TokenCounter("shifted")
+    for _ in range(2):  # the same number, of the whole step, comes with each micro-batch
+        counter.open_forward(TrainingForward(forward))
+    assert counter.take_step().read().num_supervised_tokens == 9
+    # With several processes that number is summed over all of them.
+    assert counted(forward, use_num_items_in_batch=False).num_supervised_tokens is None
+    # And without it the count is unknown, not zero.
+    assert counted({"input_ids": forward["input_ids"]}).num_supervised_tokens is None
+
+
+def test_a_padding_free_batch_shows_samples_lengths_and_trailing_padding() -> None:
+    # Three samples of 3, 2 and 4 tokens, filled up with zeros to 12.
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 0, 0]])
+    labels = torch.where(positions == 0, -100, 7)
+    counts = counted({"input_ids": torch.ones(1, 12, dtype=torch.long), "position_ids": positions, "labels": labels})
+    assert counts == TokenCounts(
+        num_tokens=12,
+        num_non_padding_tokens=9,
+        num_supervised_tokens=6,
+        num_samples=3,
+        longest_sequence_tokens=4,
+        sum_squared_sequence_tokens=9.0 + 4.0 + 16.0,
+    )
+
+
+def test_a_four_dimensional_mask_says_nothing_about_padding() -> None:
+    counts = counted({"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.zeros(2, 1, 4, 4)})
+    assert counts.num_non_padding_tokens == 8
+
+
+def test_a_model_without_token_ids_counts_samples_only() -> None:
+    assert counted({"pixel_values": torch.zeros(3, 3, 8, 8), "labels": torch.zeros(3, dtype=torch.long)}) == TokenCounts(
+        num_samples=3
+    )
+
+
+def test_embeddings_in_place_of_ids() -> None:
+    assert counted({"inputs_embeds": torch.zeros(2, 5, 32)}).num_tokens == 10
+
+
+def test_an_encoder_decoders_labels_are_taken_as_they_are() -> None:
+    class Config:
+        is_encoder_decoder = True
+
+    class Model(torch.nn.Module):
+        config = Config()
+
+    assert label_rule(Model()) == "as_is"
+    assert label_rule(tiny_llama()) == "shifted"
+    labels = torch.tensor([[4, 5, -100]])
+    assert counted({"input_ids": torch.ones(1, 3, dtype=torch.long), "labels": labels}, "as_is").num_supervised_tokens == 2
+
+
+def test_labels_that_are_shifted_already() -> None:
+    forward = {"input_ids": torch.ones(1, 3, dtype=torch.long), "shift_labels": torch.tensor([[4, 5, -100]])}
+    assert counted(forward).num_supervised_tokens == 2
+
+
+def test_token_ids_given_by_position() -> None:
+    model = tiny_llama()
+    counter, _ = counter_on(model)
+    model(torch.ones(2, 6, dtype=torch.long))
+    assert counter.take_step().read().num_tokens == 12
+
+
+def test_a_forward_that_fails_closes_its_window() -> None:
+    model = tiny_llama()
+    _, window = counter_on(model)
+    with pytest.raises((RuntimeError, IndexError)):
+        model(input_ids=torch.full((1, 3), 10**6))
+    assert not window.is_open
+
+
+def test_a_copy_of_the_model_does_not_count() -> None:
+    model = tiny_llama()
+    counter, window = counter_on(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.train()
+        twin(**batch(0, 1))
+    assert counter.take_step().read() == TokenCounts()
+    window.detach()
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+def test_a_pickled_hook_needs_nothing_of_ours_to_load() -> None:
+    model = tiny_llama()
+    counter_on(model)
+    assert b"ftcost" not in pickle.dumps(next(iter(model._forward_pre_hooks.values())))
+    assert b"ftcost" not in pickle.dumps(next(iter(model._forward_hooks.values())))
