@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from costmodel import constants as c
-from costmodel.adapters import plan_adapters
+from costmodel.adapters import AdaptedLinear, plan_adapters
 from costmodel.defaults import ResolvedJob
 from costmodel.hf_config import ModelSpec
 from costmodel.specs import GpuSpec
@@ -146,12 +146,13 @@ def step_time(
 
     device = sum(sums.by_pass.values())
     host = sum(host_by_pass.values())
-    micro = _smooth_maximum(device, host, is_cpu) + loop_seconds
+    waits = is_cpu or job.framework in c.WAITING_FRAMEWORKS
+    micro = _smooth_maximum(device, host, waits) + loop_seconds
     loop_by_pass = {"forward": 0.4, "recompute": 0.0, "backward": 0.6, "optimizer": 0.0}
     if job.gradient_checkpointing:
         loop_by_pass = {"forward": 0.3, "recompute": 0.3, "backward": 0.4, "optimizer": 0.0}
     raw = {
-        which: _smooth_maximum(sums.by_pass[which], host_by_pass[which], is_cpu) + loop_seconds * loop_by_pass[which]
+        which: _smooth_maximum(sums.by_pass[which], host_by_pass[which], waits) + loop_seconds * loop_by_pass[which]
         for which in sums.by_pass
     }
     scale = micro * accumulation / sum(raw.values())
@@ -173,8 +174,9 @@ def step_time(
     )
 
 
-def _smooth_maximum(device: float, host: float, is_cpu: bool) -> float:
-    return device + host if is_cpu else float((device**3 + host**3) ** (1 / 3))
+def _smooth_maximum(device: float, host: float, waits: bool) -> float:
+    """Host and device side by side; one after the other where they are one processor or each waits for the other."""
+    return device + host if waits else float((device**3 + host**3) ** (1 / 3))
 
 
 def _host_factor(job: ResolvedJob) -> float:
@@ -223,11 +225,14 @@ def _device_seconds(
         recompute = ("recompute", 0 if skipped_in_recompute or not checkpointing else 1)
         return (("forward", 1), recompute, ("backward", 2 if trained else 1))
 
-    elementwise_scale = c.COMPILED_ELEMENTWISE_SHARE if job.torch_compile or job.use_liger_kernel else 1.0
     stream_scale = BYTES_PER_ELEMENT[stream_dtype(job)] / 2
-    working_set = 4.0 * tokens * model.hidden_size
     cache = gpu.l2_cache_bytes or 0
-    cache_share = 1.0 if is_cpu else max(c.L2_FLOOR, working_set / (working_set + c.L2_SHARE * cache))
+
+    def cache_share(rows: float) -> float:
+        """Share of the traffic of ``rows`` tokens' tensors that leaves the cache."""
+        working_set = 4.0 * rows * model.hidden_size
+        return 1.0 if is_cpu else max(c.L2_FLOOR, working_set / (working_set + c.L2_SHARE * cache))
+
     quantized_weights = 0.0
     for layer, adapted, count in adapters.runs:
         for linear in layer.linears:
@@ -239,8 +244,7 @@ def _device_seconds(
             quantized_weights += count * linear.in_features * linear.out_features
         attention = layer.attention
         experts = layer.experts
-        mlp_width = float(layer.mlp_width)
-        routed = 0.0
+        hit = 1.0
         if experts:
             hit = expected_experts_hit(experts.num_experts, experts.num_experts_per_tok, tokens)
             rows = tokens * experts.num_experts_per_tok / hit
@@ -255,27 +259,33 @@ def _device_seconds(
                     product(which, "router", tokens, experts.hidden_size, experts.num_experts, float(times * count))
             if not job.fused_experts:
                 quantized_weights += count * hit * experts.params_per_expert
-            mlp_width += experts.num_experts_per_tok * experts.intermediate_size
-            routed = 24.0 * experts.num_experts_per_tok * experts.hidden_size
             stacks = sum(p.base_params for p in adapted.parameters if p.num_matrices > 1)
             if stacks:
                 # the merged copy: read the stack, write and read B·A in the adapter's type, write the sum (12 B a weight),
                 # twice in the forward; its full gradient is written and read for A and for B in the backward
                 for which, visits in (("forward", 2), ("recompute", 2 if checkpointing else 0), ("backward", 1)):
                     sums.add(which, "adapter_merge", count * visits * 12.0 * stacks / bandwidth, memory_bound=True)
-        # element-wise traffic of the eager operators, bytes for each token (counted by hand, forward)
-        moved = (84.0 * model.hidden_size + 22.0 * (attention.query_width + attention.kv_width)) * stream_scale
-        moved += 10.0 * mlp_width * stream_scale + routed
-        inside = (4.0, 12.0) if job.autocast_dtype else (10.0, 22.0)
-        for each in adapted.linears:
-            moved += inside[0] * each.linear.in_features + inside[1] * each.linear.out_features
+        fused = job.torch_compile or job.use_liger_kernel
+        width = attention.query_width + attention.kv_width
+        if fused:
+            moved = 14.0 * model.hidden_size + 8.0 * width + 6.0 * layer.mlp_width
+        else:
+            moved = 84.0 * model.hidden_size + 22.0 * width + 10.0 * layer.mlp_width
+        moved *= stream_scale
+        forward_only, backward_only = _adapter_traffic(job, adapted.linears)
+        share = count * c.ELEMENTWISE_FACTOR * cache_share(tokens) * tokens / bandwidth
+        traffic = {"forward": share * (moved + forward_only), "backward": share * (2 * moved + backward_only)}
         if experts:
-            for each in adapted.expert_linears:
-                per_row = inside[0] * each.linear.in_features + inside[1] * each.linear.out_features
-                moved += experts.num_experts_per_tok * per_row
-        seconds = count * c.ELEMENTWISE_FACTOR * elementwise_scale * cache_share * moved * tokens / bandwidth
-        for which, times in (("forward", 1.0), ("recompute", 1.0 if checkpointing else 0.0), ("backward", 2.0)):
-            sums.add(which, "elementwise", seconds * times, memory_bound=True)
+            per_row = (6.0 if fused else 10.0) * experts.intermediate_size + 24.0 * experts.hidden_size
+            forward_only, backward_only = _adapter_traffic(job, adapted.expert_linears)
+            rows = tokens * experts.num_experts_per_tok
+            share = count * c.ELEMENTWISE_FACTOR * cache_share(rows / hit) * rows / bandwidth
+            traffic["forward"] += share * (per_row + forward_only)
+            traffic["backward"] += share * (2 * per_row + backward_only)
+        sums.add("forward", "elementwise", traffic["forward"], memory_bound=True)
+        if checkpointing:
+            sums.add("recompute", "elementwise", traffic["forward"], memory_bound=True)
+        sums.add("backward", "elementwise", traffic["backward"], memory_bound=True)
         if attention_kernel(job, layer) != "fused":
             # the score matrix goes through memory: product, scale, mask, softmax, cast, product
             moved = 24.0 * attention.num_heads * batch.num_attended_pairs
@@ -309,3 +319,21 @@ def _device_seconds(
     ]
     sums.add("optimizer", "optimizer", trained * per_element / bandwidth / accumulation, memory_bound=True)
     return sums
+
+
+def _adapter_traffic(job: ResolvedJob, adapted: tuple[AdaptedLinear, ...]) -> tuple[float, float]:
+    """Bytes a token that the eager LoRA pairs move beside the base linear: (forward, backward). Counted by hand.
+
+    Forward: A reads the input; B's output is written, scaled and added to the base's. Backward: the gradient is scaled and
+    read for A and B; the input's gradient is written and added. fp32 adapters on a 16-bit stream cast at both ends.
+    """
+    if job.torch_compile or job.use_liger_kernel:
+        inside = ((2.0, 6.0), (4.0, 6.0))
+    elif job.adapter_dtype == "float32" and job.autocast_dtype is None and stream_dtype(job) != "float32":
+        inside = ((10.0, 22.0), (20.0, 22.0))
+    else:
+        inside = ((4.0, 12.0), (10.0, 8.0))
+    width_in = sum(each.linear.in_features for each in adapted)
+    width_out = sum(each.linear.out_features for each in adapted)
+    forward, backward = (a * width_in + b * width_out for a, b in inside)
+    return forward, backward

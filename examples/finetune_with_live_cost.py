@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     options.output_dir.mkdir(parents=True, exist_ok=True)
     set_verbosity_error()
     disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft uses a renamed property
 
     print_heading("1. What it will cost")
     gpu = None
@@ -283,7 +285,8 @@ def print_estimate(name: str, answer: Estimate) -> None:
     if answer.step_seconds is not None:
         text += f"  step {answer.step_seconds:6.2f} s ({answer.step_seconds_low:.2f} to {answer.step_seconds_high:.2f})"
     if answer.total_seconds is not None:
-        text += f"  run {answer.total_seconds / 3600:6.2f} h"
+        hours = answer.total_seconds / 3600
+        text += f"  run {hours:5.1f} h" if hours >= 1 else f"  run {hours * 60:5.1f} min"
     if answer.total_usd is not None and answer.price is not None:
         text += f"  ${answer.total_usd:.2f} (${answer.total_usd_low:.2f} to ${answer.total_usd_high:.2f})"
         text += f" at ${answer.price.usd_per_gpu_hour:.2f}/h"

@@ -141,7 +141,7 @@ class ExpertLoadCounter:
     def __init__(self) -> None:
         self._sites: list[ExpertSite] = []
         self._handles: list[Any] = []
-        self._counts: Tensor | None = None  # (num_layers, most experts + 1), the last column takes padding
+        self._counts: Tensor | None = None  # (num_layers, most experts + 2), the last two: padding, no such expert
         self._pending: list[Tensor] = []
         self._pending_bytes = 0
         self._num_seen = 0  # experts calls of the open forward
@@ -240,11 +240,13 @@ class ExpertLoadCounter:
         """Add (layers, ..., experts per token) indices to the rows from ``first`` on."""
         num_layers, top_k = index.shape[0], index.shape[-1]
         index = index.long().reshape(num_layers, -1, top_k)
-        columns = self._num_expert_columns
-        counted = (index >= 0) & (index < columns)
+        num_experts = self._num_expert_columns
+        num_columns = num_experts + 2
+        # An index without an expert, scattered as it is, would write elsewhere or end a CUDA process.
+        column = torch.where((index >= 0) & (index < num_experts), index, num_experts + 1)
         if self._real is not None:
             if self._real.numel() == index.shape[1]:
-                counted = counted & self._real.reshape(1, -1, 1)
+                column = torch.where(self._real.reshape(1, -1, 1), column, num_experts)
             else:
                 self._odd_shape = (
                     f"the experts were given {index.shape[1]} rows for a batch of {self._real.numel()} positions, "
@@ -252,9 +254,9 @@ class ExpertLoadCounter:
                 )
         self._num_experts_per_tok = top_k
         if self._counts is None:
-            self._counts = torch.zeros(len(self._sites), columns + 1, dtype=torch.long, device=index.device)
+            self._counts = torch.zeros(len(self._sites), num_columns, dtype=torch.long, device=index.device)
         rows = torch.arange(first, first + num_layers, device=index.device).reshape(-1, 1, 1)
-        flat = (torch.where(counted, index, columns) + rows * (columns + 1)).reshape(-1)
+        flat = (column + rows * num_columns).reshape(-1)
         one = torch.ones(1, dtype=torch.long, device=index.device)
         self._counts.reshape(-1).scatter_add_(0, flat, one.expand(flat.shape[0]))
 
@@ -282,7 +284,8 @@ class ExpertLoadCounter:
             return self._not_recorded(global_step, reason)
         counts: list[list[int]] = self._counts.tolist()
         tokens = [row[: site.num_experts] for row, site in zip(counts, self._sites, strict=True)]
-        status, doubt = self._judgement(tokens, num_non_padding_tokens)
+        num_without_expert = sum(row[-1] for row in counts)
+        status, doubt = self._judgement(tokens, num_without_expert, num_non_padding_tokens)
         self._reset()
         return ExpertLoad(
             global_step=global_step,
@@ -293,7 +296,9 @@ class ExpertLoadCounter:
             reason=doubt,
         )
 
-    def _judgement(self, tokens: list[list[int]], num_non_padding_tokens: int | None) -> tuple[ExpertStatus, str | None]:
+    def _judgement(
+        self, tokens: list[list[int]], num_without_expert: int, num_non_padding_tokens: int | None
+    ) -> tuple[ExpertStatus, str | None]:
         if self._num_complete < self._num_forwards:
             missed = self._num_forwards - self._num_complete
             return (
@@ -302,6 +307,8 @@ class ExpertLoadCounter:
             )
         if self._odd_shape is not None:
             return "partial", self._odd_shape
+        if num_without_expert:
+            return "partial", f"{num_without_expert} choices name no expert of the model and are left out"
         if num_non_padding_tokens is not None and self._num_experts_per_tok is not None:
             expected = num_non_padding_tokens * self._num_experts_per_tok
             wrong = [site.layer_name for site, row in zip(self._sites, tokens, strict=True) if sum(row) != expected]

@@ -34,13 +34,14 @@ _PACKAGES: Final = (
 
 
 def device_facts(
-    device: Any = None, *, gpu: str | Mapping[str, Any] | GpuSpec | None = None, dtype: str = "bfloat16"
+    device: Any = None, *, gpu: str | Mapping[str, Any] | GpuSpec | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
     """``kind`` ("cuda", "cpu", ...), ``name``, ``memory_bytes``, ``compute_capability``, ``uuid``, ``gpu`` (for the job),
     ``peak_flops_per_second`` of dense ``dtype`` matmuls and ``peak_source``. A field that is not known is absent.
 
     ``device``: a ``torch.device``, its name, or ``None`` for the default one. ``gpu`` (a catalogue name or a spec)
-    overrides what was recognised; a device that is not in the catalogue never gets another one's peak.
+    overrides what was recognised; a device that is not in the catalogue never gets another one's peak. ``dtype`` is the
+    type the run's matrix products have; not given: bfloat16, or float16 on a GPU that is too old for bfloat16.
     """
     import torch
 
@@ -90,21 +91,19 @@ def _is_catalogued(spec: GpuSpec) -> bool:
     return any(each == spec for each in list_gpus())
 
 
-def _peak(spec: GpuSpec, dtype: str) -> dict[str, Any]:
-    """Dense peak of matmuls in ``dtype``; before Ampere there is no bf16, and fp16 is what the tensor cores have."""
-    options = {
-        "bfloat16": (("bf16", spec.peak_bf16_flops_per_second), ("fp16", spec.peak_fp16_flops_per_second)),
-        "float16": (("fp16", spec.peak_fp16_flops_per_second),),
-        "float32": (("fp32", spec.peak_fp32_flops_per_second),),
-    }.get(dtype, ())
-    for name, peak in options:
-        if peak is not None:
-            source = f"{spec.name}, dense {name}"
-            return {
-                "peak_flops_per_second": peak,
-                "peak_source": f"{source} ({spec.source})" if spec.source else source,
-            }
-    return {}
+def _peak(spec: GpuSpec, dtype: str | None) -> dict[str, Any]:
+    peaks = {
+        "bfloat16": spec.peak_bf16_flops_per_second,
+        "float16": spec.peak_fp16_flops_per_second,
+        "float32": spec.peak_fp32_flops_per_second,
+    }
+    if dtype is None:
+        dtype = "bfloat16" if peaks["bfloat16"] is not None else "float16"
+    peak = peaks.get(dtype)
+    if peak is None:
+        return {}
+    source = f"{spec.name}, dense {dtype}"
+    return {"peak_flops_per_second": peak, "peak_source": f"{source} ({spec.source})" if spec.source else source}
 
 
 def _cpu_name() -> str | None:

@@ -497,7 +497,7 @@ def test_a_described_device_is_passed_through() -> None:
     facts = device_facts("cpu", gpu=spec, dtype="float32")
     assert facts["gpu"]["name"] == "my CPU"
     assert facts["peak_flops_per_second"] == 1e11
-    assert facts["peak_source"] == "my CPU, dense fp32"
+    assert facts["peak_source"] == "my CPU, dense float32"
     assert "peak_flops_per_second" not in device_facts("cpu", gpu=spec)  # no bf16 peak is known
 
 
@@ -511,6 +511,7 @@ def test_a_cuda_device_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None
     assert facts["compute_capability"] == "8.6"
     assert facts["uuid"] == "00000000-1111-2222-3333-444444444444"
     assert facts["peak_flops_per_second"] == find_gpu("A40").peak_bf16_flops_per_second
+    assert device_facts("cuda:0", dtype="float32")["peak_flops_per_second"] == find_gpu("A40").peak_fp32_flops_per_second
     properties.name = "NVIDIA Z9"
     assert "peak_flops_per_second" not in device_facts("cuda:0")
 
