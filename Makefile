@@ -4,7 +4,7 @@
 # versions of constraints.txt. Overrides:
 #   PYTHON=python3.12             the interpreter to build .venv with
 #   TORCH=torch==2.12.0           another torch release, or a wheel file: TORCH=./torch-2.13.0+cu130-....whl
-#   TORCH=own                     keep the torch that PYTHON already has (a CUDA build you chose): nothing is installed over it
+#   TORCH=own                     keep the torch that PYTHON (a system or conda Python, not a venv) has: your CUDA build stays
 #   PYTEST_ARGS='-m slow -n 2'    passed on to pytest
 # After changing PYTHON or TORCH: make clean, then the target again.
 

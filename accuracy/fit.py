@@ -27,14 +27,12 @@ Constants = Mapping[str, float]
 # name: (neutral value for a fit that has no witness, low, high). A dotted name is an entry of a table.
 FREE: dict[str, tuple[float, float, float]] = {
     "ELEMENTWISE_FACTOR": (1.2, 0.5, 3.0),
-    "L2_SHARE": (0.2, 0.02, 1.0),
     "SECONDS_PER_OPERATOR": (3.25e-6, 1e-6, 10e-6),
-    "SECONDS_PER_QUANTIZED_CALL": (0.15e-3, 0.02e-3, 0.6e-3),
     "SECONDS_PER_EXPERT_VISIT": (0.7e-3, 0.05e-3, 3e-3),
-    "DEQUANTISATION_SECONDS_PER_WEIGHT.nf4": (2.5e-12, 1e-12, 8e-12),
-    "DEQUANTISATION_SECONDS_PER_WEIGHT.gptq-int4": (10e-12, 2e-12, 30e-12),
+    "DEQUANTISATION_BYTES.gptq-int4": (16.5, 2.5, 60.0),
     "HOST_FACTOR.litgpt": (1.0, 0.7, 2.5),
 }
+FULL_WEIGHT_RUNS = 3  # a class of fewer runs weighs less: one run is no evidence of a class
 ROBUST_SCALE = 0.03  # log errors below this count by their square
 
 
@@ -76,8 +74,6 @@ def witnessed(name: str, runs: Sequence[Run]) -> bool:
         return any(run.job.framework == "litgpt" for run in runs)
     if name.startswith("DEQUANTISATION"):
         return any(run.job.quantization == name.partition(".")[2] for run in runs)
-    if name == "SECONDS_PER_QUANTIZED_CALL":
-        return any(run.job.quantization for run in runs)
     if name == "SECONDS_PER_EXPERT_VISIT":
         return any(run.is_moe and run.job.experts_implementation == "eager" for run in runs)
     return True
@@ -95,7 +91,8 @@ def group_weights(runs: Sequence[Run]) -> dict[str, float]:
     counts: dict[str, int] = {}
     for run in runs:
         counts[run.group] = counts.get(run.group, 0) + 1
-    return {group: 1.0 / count / len(counts) for group, count in counts.items()}
+    classes = {group: min(count, FULL_WEIGHT_RUNS) / FULL_WEIGHT_RUNS for group, count in counts.items()}
+    return {group: weight / counts[group] / sum(classes.values()) for group, weight in classes.items()}
 
 
 def fit(runs: Sequence[Run], start: Constants | None = None) -> dict[str, float]:

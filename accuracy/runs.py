@@ -409,7 +409,7 @@ def nemo_runs() -> Iterator[Run]:
             "gradient_accumulation_steps": int(row["grad_accum"]),
             "gradient_checkpointing": False,
             "optim": "adamw_torch_fused",
-            "use_liger_kernel": True,  # fused norms, rope, activation and loss
+            "use_liger_kernel": True,  # stands for fused norms, rope, activation and loss
             "fused_loss": "fused",
             "max_length": 4096,
             "lengths": {"fixed": 4096},

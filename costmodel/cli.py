@@ -1,4 +1,4 @@
-"""The pre-flight commands: ``estimate``, ``compare``, ``gpus``, ``models``, ``prices``.
+"""The pre-flight commands: ``estimate``, ``compare``, ``optimize``, ``gpus``, ``models``, ``prices``.
 
 Data goes to stdout, messages to stderr. Exit codes: 0 fits or tight, 1 internal error, 2 wrong input (one line on
 stderr, nothing on stdout), 3 does not fit, 4 over ``--budget-usd`` or ``--deadline-hours``. Every field of
@@ -16,7 +16,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Final, Literal, TextIO, Union
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TextIO, Union
 
 import typer
 from pydantic import ValidationError
@@ -24,6 +24,9 @@ from pydantic import ValidationError
 from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
 from costmodel.specs import GpuSpec, Job, Lengths
 from costmodel.units import GIB, GIGA, SECONDS_PER_HOUR, TERA
+
+if TYPE_CHECKING:
+    from costmodel.spot import SpotTerms
 
 FITS, INTERNAL_ERROR, WRONG_INPUT, DOES_NOT_FIT, OVER_LIMIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -341,6 +344,68 @@ _GpuBandwidth = Annotated[float | None, typer.Option("--gpu-bandwidth-gb-per-sec
 _GpuPeak = Annotated[float | None, typer.Option("--gpu-bf16-tflops", help="Its dense bf16 peak.", min=0.01)]
 
 
+def _use_price_file(context: typer.Context, path: str | None) -> str | None:
+    """Puts the prices of ``--price-file`` in the place of the catalogue's until the command ends."""
+    if path is not None:
+        from costmodel.catalog import prices_from
+
+        for refused in context.with_resource(prices_from(path)).refused:
+            _say(f"refused: {refused}")
+    return path
+
+
+_PriceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--price-file",
+        metavar="FILE",
+        callback=_use_price_file,
+        is_eager=True,
+        help="CSV of your own prices (columns of the catalogue); no others are used.",
+    ),
+]
+_Interruptions = Annotated[
+    float | None,
+    typer.Option("--interruptions-per-hour", help="Of a spot machine: counts lost work and restarts in.", min=0),
+]
+_Restart = Annotated[
+    float | None,
+    typer.Option("--restart-seconds", help="From an interruption to the next step; default: the start-up time.", min=0),
+]
+_Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Also draw it: .svg, .html or .png.")]
+
+
+def _spot_terms(interruptions_per_hour: float | None, restart_seconds: float | None) -> SpotTerms | None:
+    if interruptions_per_hour is None:
+        if restart_seconds is not None:
+            raise CostModelError("--restart-seconds goes with --interruptions-per-hour")
+        return None
+    from costmodel.spot import SpotTerms
+
+    return SpotTerms(interruptions_per_hour, restart_seconds)
+
+
+def _with_price_warnings(answer: dict[str, Any], spot: SpotTerms | None = None) -> dict[str, Any]:
+    """What only the day and the options can say about a price: its age, and what interruptions add to it."""
+    from costmodel.catalog import stale_price_warning
+    from costmodel.specs import Price
+    from costmodel.spot import SPOT_WITHOUT_RATE, spot_run
+
+    warnings = []
+    price = answer.get("price")
+    if price:
+        warnings.append(stale_price_warning(Price.model_validate(price), _today()))
+    is_spot = answer["job"].get("tier") == "spot"
+    if spot is not None and not is_spot:
+        raise CostModelError("--interruptions-per-hour goes with --tier spot")
+    if price and is_spot:
+        run = spot_run(answer, spot) if spot is not None else None
+        answer["spot"] = run.to_dict() if run else None
+        warnings += run.warnings if run else [SPOT_WITHOUT_RATE] if spot is None else []
+    answer["warnings"] = [*answer.get("warnings", ()), *(warning for warning in warnings if warning)]
+    return answer
+
+
 @app.command("estimate", context_settings=_COMMAND_SETTINGS)
 @with_job_flags
 def estimate_command(
@@ -356,16 +421,23 @@ def estimate_command(
     gpu_memory_gib: _GpuMemory = None,
     gpu_bandwidth_gb_per_second: _GpuBandwidth = None,
     gpu_bf16_tflops: _GpuPeak = None,
+    price_file: _PriceFile = None,
+    interruptions_per_hour: _Interruptions = None,
+    restart_seconds: _Restart = None,
+    plot: _Plot = None,
     **flags: Any,
 ) -> int:
     """Will it fit, how long will it take, what will it cost? Flags override the file."""
     fields = job_fields_from_flags(flags)
+    spot = _spot_terms(interruptions_per_hour, restart_seconds)
     gpu = _described_gpu(fields.get("gpu"), gpu_memory_gib, gpu_bandwidth_gb_per_second, gpu_bf16_tflops)
     if gpu is not None:
         fields["gpu"] = gpu
     if file is not None and (file == "-" or file.lower().endswith(".jsonl")):
-        if budget_usd is not None or deadline_hours is not None or markdown:
-            raise CostModelError("--budget-usd, --deadline-hours and --markdown go with a single job")
+        if budget_usd is not None or deadline_hours is not None or markdown or plot or spot:
+            raise CostModelError(
+                "--budget-usd, --deadline-hours, --markdown, --plot and --interruptions-per-hour go with a single job"
+            )
         return _estimate_lines(file, fields)
     job = {**(read_job_file(file) if file is not None else {}), **fields}
     if not job:
@@ -374,8 +446,12 @@ def estimate_command(
     from costmodel import report
     from costmodel.estimation import estimate
 
-    answer = estimate(job).to_dict()
+    answer = _with_price_warnings(estimate(job).to_dict(), spot)
     excess = _over_limits(answer, budget_usd, deadline_hours)
+    if plot is not None:
+        from costmodel import plots
+
+        plots.write_picture(plot, plots.estimate_svg(answer), title="ftcost estimate")
     if as_json:
         print(report.to_json(answer))
     elif markdown:
@@ -403,8 +479,9 @@ def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_h
     from costmodel.report import format_seconds, format_usd
 
     excess = []
+    spot = answer.get("spot") or {}
     if budget_usd is not None:
-        usd = answer["total_usd"]
+        usd = spot.get("expected_usd", answer["total_usd"])
         if usd is None:
             raise CostModelError(
                 "--budget-usd needs a total in dollars: give a price, the lengths, and num_samples or max_steps"
@@ -412,7 +489,7 @@ def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_h
         if usd > budget_usd:
             excess.append(f"over budget: {format_usd(usd)} of {format_usd(budget_usd)}")
     if deadline_hours is not None:
-        seconds = answer["total_seconds"]
+        seconds = spot.get("expected_seconds", answer["total_seconds"])
         if seconds is None:
             raise CostModelError("--deadline-hours needs a total: give the lengths, and num_samples or max_steps")
         limit = deadline_hours * SECONDS_PER_HOUR
@@ -431,7 +508,7 @@ def _estimate_lines(path: str, fields: Mapping[str, Any]) -> int:
     for number, line in _numbered(lines):
         try:
             job = _as_job_mapping(_parse_json(line, f"line {number}"), f"line {number}")
-            text = to_json(estimate({**job, **fields}).to_dict(), indent=None)
+            text = to_json(_with_price_warnings(estimate({**job, **fields}).to_dict()), indent=None)
         except (CostModelError, ValidationError) as error:
             num_wrong += 1
             text = to_json({"error": str(error), "line": number}, indent=None)
@@ -456,39 +533,155 @@ def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 # --- compare and the catalogue ----------------------------------------------------------------------------------------
 
 
+_Gpus = Annotated[str | None, typer.Option("--gpus", metavar="A,B,...", help="Only these; default: all with a dated price.")]
+_Tiers = Annotated[
+    str | None, typer.Option("--tiers", metavar="A,B,...", help="on_demand (default), spot, reserved, community.")
+]
+_FORMATS: Final = ("table", "markdown", "json", "skypilot")
+_ROWS_SHOWN: Final = 25
+
+
 @app.command("compare", context_settings=_COMMAND_SETTINGS)
 @with_job_flags
 def compare_command(
     file: _File = None,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="A,B,...", help="Only these; default: all with a dated price.")
-    ] = None,
-    tiers: Annotated[
-        str | None,
-        typer.Option("--tiers", metavar="A,B,...", help="on_demand (default), spot, reserved, community."),
+    gpus: _Gpus = None,
+    tiers: _Tiers = None,
+    by: Annotated[str, typer.Option("--by", metavar="usd|time", help="What to rank by.")] = "usd",
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="Keep micro-batch and checkpointing; default: each GPU's best at the same batch.")
+    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every row, not only the best.")] = False,
+    form: Annotated[
+        str | None, typer.Option("--format", metavar="|".join(_FORMATS), help="skypilot: a task's resources: block.")
     ] = None,
     as_json: _Json = False,
     markdown: _Markdown = False,
+    price_file: _PriceFile = None,
+    interruptions_per_hour: _Interruptions = None,
+    restart_seconds: _Restart = None,
+    plot: _Plot = None,
     **flags: Any,
 ) -> int:
     """The same job on every GPU with a dated price: which fits, how long, how many dollars. Exit code 3 if none fits."""
-    job = {**(read_job_file(file) if file is not None else {}), **job_fields_from_flags(flags)}
-    if not job:
-        raise CostModelError("give a job file, or describe the job with flags: --model, ... (see --help)")
-    wanted_tiers = _split(tiers) or ([job["tier"]] if job.get("tier") else ["on_demand"])
+    job, wanted_tiers = _job_and_tiers(file, flags, tiers)
+    spot = _spot_terms(interruptions_per_hour, restart_seconds)
+    if spot is not None and "spot" not in wanted_tiers:
+        raise CostModelError("--interruptions-per-hour goes with --tiers spot")
+    form = _format(form, as_json, markdown, _FORMATS)
 
     from costmodel import report
     from costmodel.search import compare
 
-    candidates = compare(job, _split(gpus), wanted_tiers)
-    if as_json:
+    candidates = compare(job, _split(gpus), wanted_tiers, by=by, as_is=as_is, spot=spot, today=_today())
+    if plot is not None:
+        from costmodel import plots
+
+        plots.write_picture(plot, plots.comparison_svg(candidates), title="ftcost compare")
+    if form == "json":
         print(report.to_json([candidate.to_dict() for candidate in candidates]))
+    elif form == "skypilot":
+        from costmodel.skypilot import resources_block
+
+        print(resources_block(candidates if show_all else candidates[:_ROWS_SHOWN]), end="")
     else:
-        _show(report.comparison_table(candidates, today=_today()), markdown)
+        limit = None if show_all else _ROWS_SHOWN
+        _show(report.comparison_table(candidates, by=by, today=_today(), limit=limit), form == "markdown")
+    _say_warnings(candidates)
     if any(candidate.fits for candidate in candidates):
         return FITS
     _say("fits on none of these GPUs")
     return DOES_NOT_FIT
+
+
+def _job_and_tiers(file: str | None, flags: Mapping[str, Any], tiers: str | None) -> tuple[dict[str, Any], list[str]]:
+    job = {**(read_job_file(file) if file is not None else {}), **job_fields_from_flags(flags)}
+    if not job:
+        raise CostModelError("give a job file, or describe the job with flags: --model, ... (see --help)")
+    return job, _split(tiers) or ([job["tier"]] if job.get("tier") else ["on_demand"])
+
+
+def _format(form: str | None, as_json: bool, markdown: bool, known: tuple[str, ...]) -> str:
+    """One format, from ``--format`` or its short forms ``--json`` and ``--markdown``."""
+    if form is None:
+        return "json" if as_json else "markdown" if markdown else "table"
+    if form not in known:
+        raise UnknownNameError("format", form, known)
+    return form
+
+
+def _say_warnings(candidates: Iterable[Any]) -> None:
+    """Each warning of any candidate once; the many prices that are only old in one line."""
+    warnings = list(dict.fromkeys(warning for candidate in candidates for warning in candidate.warnings))
+    stale = [warning for warning in warnings if warning.startswith("the price of ")]
+    for warning in warnings:
+        if len(stale) < 2 or warning not in stale:
+            _say(warning)
+    if len(stale) > 1:
+        _say(f"{len(stale)} of these prices are older than 90 days; {stale[0]}")
+
+
+@app.command("optimize", context_settings=_COMMAND_SETTINGS)
+@with_job_flags
+def optimize_command(
+    file: _File = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="A,B,...", help="Default: the job's, else the best of compare.")
+    ] = None,
+    tiers: _Tiers = None,
+    budget_usd: Annotated[
+        float | None, typer.Option("--budget-usd", help="The fastest within it; exit code 4 if nothing is.", min=0)
+    ] = None,
+    deadline_hours: Annotated[
+        float | None, typer.Option("--deadline-hours", help="The cheapest that keeps it; exit code 4 if nothing does.", min=0)
+    ] = None,
+    free: Annotated[
+        str | None, typer.Option("--free", metavar="A,B,...|all", help="Fields of the job that may change though given.")
+    ] = None,
+    free_batch: Annotated[bool, typer.Option("--free-batch", help="The samples of a step may change too.")] = False,
+    allow_quantization: Annotated[
+        bool, typer.Option("--allow-quantization", help="How the base is stored may change too.")
+    ] = False,
+    as_json: _Json = False,
+    markdown: _Markdown = False,
+    price_file: _PriceFile = None,
+    interruptions_per_hour: _Interruptions = None,
+    restart_seconds: _Restart = None,
+    **flags: Any,
+) -> int:
+    """Which settings make this job cheaper, each alone and together. What the job fixes stays, and so does its batch."""
+    job, wanted_tiers = _job_and_tiers(file, flags, tiers)
+    spot = _spot_terms(interruptions_per_hour, restart_seconds)
+
+    from costmodel import report
+    from costmodel.search import optimize
+
+    result = optimize(
+        job,
+        _split(gpus),
+        wanted_tiers,
+        budget_usd=budget_usd,
+        deadline_hours=deadline_hours,
+        free=_split(free) or (),
+        free_batch=free_batch,
+        allow_quantization=allow_quantization,
+        spot=spot,
+        today=_today(),
+    )
+    if as_json:
+        print(report.to_json(result))
+    else:
+        for table in report.optimization_tables(result, today=_today()):
+            _show(table, markdown)
+            print()
+    _say_warnings([result.best])
+    if not result.best.fits:
+        _say("nothing fits that keeps what the job fixes; try --free all, --allow-quantization or other --gpus")
+        return DOES_NOT_FIT
+    for limit, value in (("budget_usd", budget_usd), ("deadline_hours", deadline_hours)):
+        if limit in result.unmet:
+            _say(f"no settings keep --{limit.replace('_', '-')} {value:g}; these come nearest")
+    return OVER_LIMIT if result.unmet else FITS
 
 
 def _split(text: str | None) -> list[str] | None:
@@ -574,11 +767,16 @@ def prices_command(
         str | None, typer.Option("--tier", metavar="on_demand|spot|reserved|community", help="Only this tier.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also rows that are never chosen, with the reason.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Read today's from gpuhunt (extra prices) and keep them.")] = False,
     as_json: _Json = False,
+    price_file: _PriceFile = None,
 ) -> int:
     """Dated prices, cheapest first for each GPU. Storage, traffic and taxes are in none of them."""
-    from costmodel.catalog import TIERS, find_cloud, list_gpus, list_price_rows, price_age_days
+    from costmodel.catalog import TIERS, find_cloud, list_gpus, list_price_rows, price_age_days, stale_price_warning
     from costmodel.report import Table, format_age
+
+    if update:
+        _update_prices()
 
     if tier is not None and tier not in TIERS:
         raise UnknownNameError("tier", tier, TIERS)
@@ -623,7 +821,25 @@ def prices_command(
     )
     columns = ("GPU", "USD/GPU-h", "tier", "cloud", "product", "region", "machine USD/h", "as of", "note")
     _show(Table("Prices", rows, columns, numeric=(1,)))
+    stale = [warning for row in shown if (warning := stale_price_warning(row.price, today))]
+    if stale:
+        _say(f"{len(stale)} of these {len(shown)} prices are older than 90 days: ftcost prices --update, or --price-file")
     return FITS
+
+
+def _update_prices() -> None:
+    """Reads today's prices into the user's configuration folder, from where they go before the built-in ones."""
+    from costmodel import price_update
+    from costmodel.catalog import updated_prices_path
+
+    offers, version = price_update.fetch_offers()
+    update = price_update.rows_from_offers(offers, as_of=_today(), version=version)
+    if not update.rows:
+        raise CostModelError("gpuhunt gave no price that can be used; the prices you have stay as they are")
+    price_update.write_prices(updated_prices_path(), update.rows)
+    _say(f"{len(update.rows)} prices of {_today()} from {', '.join(update.clouds)}")
+    for reason, count in update.left_out:
+        _say(f"left out {count}: {reason}")
 
 
 def _gpu_names(name: str) -> set[str]:

@@ -33,7 +33,8 @@ LOSS_CHUNK_TOKENS: Final[dict[str, int]] = {"chunked": 2048, "fused": 1024}
 # Share of a card's matmul ceiling that the large matrix products of a training step reach. Not fitted: a free fit runs to
 # its bound, that is, "ceiling" means what large products reach.
 GEMM_EFFICIENCY: Final = 0.95
-# Rows of a matrix product at which half the ceiling is reached: u(M) = M / (M + this). Insensitive.
+# Rows of a matrix product at which half the ceiling is reached: u(M) = M / (M + this). From the expert products of
+# arXiv:2408.04693, Fig. 6 data (320 to 1,280 rows on an A40); insensitive.
 GEMM_HALF_ROWS: Final = 128.0
 # Attention kernels against large products.
 ATTENTION_EFFICIENCY: Final = 0.6
@@ -48,30 +49,35 @@ CEILING_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {"8.6": 0.36e12, "8
 GEFORCE_CEILING_OVER_PEAK: Final = 1.02
 
 # Element-wise traffic: real bytes over bytes counted by hand from the eager operators. Fitted, +-20 % costs one point.
-ELEMENTWISE_FACTOR: Final = 1.47
+ELEMENTWISE_FACTOR: Final = 0.96
 # Cache rule: tensors of w bytes reach DRAM with share w / (w + this * L2), and no less than the floor.
-L2_SHARE: Final = 0.3
+L2_SHARE: Final = 0.1
 L2_FLOOR: Final = 0.25
 
+# Exponent of the sum of device and host time: 1 adds them, infinity takes the larger.
+OVERLAP_EXPONENT: Final = 3.0
 # Seconds Python and torch take to dispatch one operator. Fitted; 3.0e-6 to 3.4e-6 over all leave-outs.
-SECONDS_PER_OPERATOR: Final = 3.25e-6
-# Seconds of one call into a 4- or 8-bit linear (bitsandbytes, GPTQ; 2023-24). Fitted; 0.15e-3 to 0.23e-3.
-SECONDS_PER_QUANTIZED_CALL: Final = 0.18e-3
+SECONDS_PER_OPERATOR: Final = 3.35e-6
+# One call into a 4- or 8-bit linear (bitsandbytes, GPTQ; 2023-24), in dispatched operators: an autograd function of Python,
+# two or three library calls and the product. A fit of its seconds alone gives 0.05e-3 to 0.11e-3, that is 15 to 32.
+OPERATORS_PER_QUANTIZED_CALL: Final = 25.0
 # Seconds each expert of a Python loop waits for its index, each forward pass. Fitted; 0.6e-3 to 1.5e-3: a property of the
 # implementation (transformers 4).
-SECONDS_PER_EXPERT_VISIT: Final = 0.69e-3
-# Dequantisation, seconds for each weight and pass on a card of 2,039 GB/s; scales with bandwidth. NF4 adopted (kernel
-# tables give 2.1 to 3.0), GPTQ fitted on one source (auto-gptq, 2023).
-DEQUANTISATION_SECONDS_PER_WEIGHT: Final[dict[str, float]] = {
-    "nf4": 2.5e-12,
-    "fp4": 2.5e-12,
-    "int8": 2.5e-12,
-    "gptq-int4": 12e-12,
-    "awq-int4": 12e-12,
-    "mxfp4": 2.5e-12,
-    "fp8": 1.5e-12,
+SECONDS_PER_EXPERT_VISIT: Final = 1.4e-3
+# Dequantisation of one weight, each pass: bytes moved (codes and scales read, 16 bits written). GPTQ fitted: the 2023 kernels
+# unpack through wider intermediates; AWQ is taken to be as slow.
+DEQUANTISATION_BYTES: Final[dict[str, float]] = {
+    "nf4": 2.56,
+    "fp4": 2.56,
+    "int8": 3.0,
+    "fp8": 3.0,
+    "mxfp4": 2.53,
+    "gptq-int4": 22.0,
+    "awq-int4": 22.0,
 }
-DEQUANTISATION_REFERENCE_BANDWIDTH: Final = 2.039e12  # bytes a second, A100 SXM 80 GB
+# ... and integer instructions: bitsandbytes (2023-24) walks a tree of comparisons. Not fitted: 359 us for 4096 x 14336 weights
+# on an A40, which has 9.35e12 integer instructions a second (arXiv:2408.04693, Fig. 6 data).
+DEQUANTISATION_INSTRUCTIONS: Final[dict[str, float]] = {"nf4": 57.0, "fp4": 57.0}
 
 # Bytes moved for each trained element by one optimizer step: (16-bit parameters, fp32 parameters). foreach makes 26 passes
 # over a tensor; a fused kernel reads and writes each once.
@@ -81,7 +87,7 @@ OPTIMIZER_BYTES_FUSED: Final = (16.0, 28.0)
 LOSS_BYTES_PER_LOGIT: Final[dict[str, float]] = {"stock": 44.0, "chunked": 30.0, "fused": 12.0}
 
 # Host time of other stacks over that of a plain Trainer loop. A new stack is between 1 and 2.5.
-HOST_FACTOR: Final[dict[str, float]] = {"litgpt": 1.25}
+HOST_FACTOR: Final[dict[str, float]] = {"litgpt": 1.2}
 # Stacks whose layers copy from the host in the forward (litgpt's fused query/key/value adapter, 2023): host and device take
 # turns, so their times add.
 WAITING_FRAMEWORKS: Final = frozenset({"litgpt"})

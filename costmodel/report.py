@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from costmodel.catalog import age_days
+from costmodel.catalog import age_days, smallest_gpu_that_holds
 from costmodel.units import GIB, SECONDS_PER_HOUR
 
 if TYPE_CHECKING:
     from costmodel.estimation import Estimate
-    from costmodel.search import Candidate
+    from costmodel.search import Candidate, OptimizeResult
 
 UNKNOWN = "unknown"
 
@@ -173,21 +173,30 @@ def print_estimate(estimate: Estimate | Mapping[str, Any], stream: TextIO, *, to
 
 
 def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
-    """``"does not fit: needs 52.1 GiB, an A40 has 45.0; largest batch that fits is 3"``."""
+    """What it needs, what the card has, and the ways out: a smaller batch or sequence, the smallest card that holds it."""
     answer = as_answer(estimate)
     memory = answer["memory"]
     gpu = _gpu_name(answer)
     article = "an" if gpu[:1].upper() in "AEFHILMNORSX8" else "a"  # by sound: an H100, an L4, a T4
     capacity = format_gib(memory["capacity_bytes"]).removesuffix(" GiB")
-    sentence = f"does not fit: needs {format_gib(memory['peak_device_bytes'])}, {article} {gpu} has {capacity}"
+    sentence = f"does not fit: needs {format_gib(memory['peak_device_bytes'])}, {article} {gpu} has {capacity}: "
+    ways_out = []
     batch, length = answer.get("max_batch_size"), answer.get("max_length_that_fits")
     if batch:
-        return f"{sentence}; largest batch that fits is {batch}"
-    if batch == 0:
-        sentence += "; not even a batch of 1 fits"
-    if length:
-        sentence += f"; longest sequence that fits is {length} tokens"
-    return sentence
+        ways_out.append(f"largest batch that fits is {batch}")
+    else:
+        if batch == 0:
+            ways_out.append("not even a batch of 1 fits")
+        if length:
+            ways_out.append(f"longest sequence that fits is {length} tokens")
+    job = answer["job"]
+    needs_bf16 = bool(job.get("bf16")) or job.get("dtype") == "bfloat16"
+    card = smallest_gpu_that_holds(memory["peak_device_bytes"], needs_bf16=needs_bf16)
+    if card is None:
+        ways_out.append("no catalogued card holds it")
+    else:
+        ways_out.append(f"smallest card that holds it is {card.name} ({format_gib(card.memory_bytes)})")
+    return sentence + ", ".join(ways_out)
 
 
 def _gpu_name(answer: Mapping[str, Any]) -> str:
@@ -273,10 +282,21 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
         )
     )
     rows.append(("total cost", _interval(answer, "total_usd", format_usd)))
+    if answer.get("spot"):
+        rows.append(("with interruptions", _spot_text(answer["spot"])))
     rows.append(("price", _price_text(answer.get("price"), today)))
     if answer.get("interval_level") is not None:
         rows.append(("intervals", f"{100 * answer['interval_level']:.0f} % of runs"))
     return rows
+
+
+def _spot_text(spot: Mapping[str, Any]) -> str:
+    """``"$3.20, 7.9 h: 0.40 interruptions, 6 min of work lost and 2 min of restarts"``."""
+    return (
+        f"{format_usd(spot['expected_usd'])}, {format_seconds(spot['expected_seconds'])}: "
+        f"{spot['num_interruptions']:.2f} interruptions expected, {format_seconds(spot['lost_seconds'])} of work lost and "
+        f"{format_seconds(spot['restarting_seconds'])} of restarts"
+    )
 
 
 def _price_text(price: Mapping[str, Any] | None, today: datetime.date | None) -> str:
@@ -387,29 +407,139 @@ def _value_text(value: Any) -> str:
 # --- several ----------------------------------------------------------------------------------------------------------
 
 
-def comparison_table(candidates: Sequence[Candidate], *, today: datetime.date | None = None) -> Table:
-    """One line for each candidate, best first; ``*`` marks those that no other beats in both dollars and hours."""
+def comparison_table(
+    candidates: Sequence[Candidate], *, by: str = "usd", today: datetime.date | None = None, limit: int | None = None
+) -> Table:
+    """One line for each candidate, best first; ``*`` marks those that no other beats in both dollars and hours.
+
+    With ``limit``, the first so many and those on the front.
+    """
+    shown = [each for index, each in enumerate(candidates) if limit is None or index < limit or each.on_pareto_front]
     rows = []
-    for each in candidates:
+    for each in shown:
         answer = each.estimate.to_dict() if each.estimate else {}
         memory = answer.get("memory") or {}
         price = each.price
         offer = " ".join(part for part in (price.cloud, price.product, price.tier) if part) if price else "no price"
+        time_text, cost_text = _seconds_interval(answer, "total_seconds"), _interval(answer, "total_usd", format_usd)
+        if each.spot is not None:
+            time_text = f"{format_seconds(each.total_seconds)} with interruptions"
+            cost_text = f"{format_usd(each.total_usd)} with interruptions"
         rows.append(
             (
                 "*" if each.on_pareto_front else "",
                 each.gpu,
                 str(answer.get("verdict") or "error").replace("_", " "),
                 format_gib(memory.get("peak_device_bytes")) if answer else "",
-                _seconds_interval(answer, "total_seconds") if answer else each.error,
-                _interval(answer, "total_usd", format_usd) if answer else "",
+                time_text if answer else each.error,
+                cost_text if answer else "",
                 f"{format_usd(each.bill_usd_per_hour)}/h" if price else "",
                 offer,
                 f"{price.as_of}{format_age(price.as_of, today)}" if price else "",
+                settings_text(each.settings),
             )
         )
-    columns = ("", "GPU", "verdict", "peak", "time", "cost", "billed", "offer", "as of")
-    return Table("Same job, cheapest first (* = nothing is both cheaper and faster)", tuple(rows), columns, (3, 6))
+    columns = ("", "GPU", "verdict", "peak", "time", "cost", "billed", "offer", "as of", "settings")
+    order = "fastest first" if by == "time" else "cheapest first"
+    title = f"Same job, {order} (* = nothing is both cheaper and faster)"
+    if len(shown) < len(candidates):
+        title += f"; {len(candidates) - len(shown)} more with --all"
+    return Table(title, tuple(rows), columns, (3, 6))
+
+
+_SETTING_WORDS: dict[str, dict[Any, str]] = {
+    "gradient_checkpointing": {True: "checkpointing on", False: "checkpointing off"},
+    "packing": {True: "packing", False: "no packing"},
+    "padding_free": {True: "padding-free", False: "padded"},
+    "double_quant": {True: "double quantisation", False: "no double quantisation"},
+    "quantization": {None: "unquantised"},
+}
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """``{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}`` -> ``"batch 8 x 2"``; "" for none."""
+    rest = dict(settings)
+    parts = []
+    if "per_device_train_batch_size" in rest:
+        size, accumulation = rest.pop("per_device_train_batch_size"), rest.pop("gradient_accumulation_steps", None)
+        parts.append(f"batch {size}" + (f" x {accumulation}" if accumulation else ""))
+    for name, value in rest.items():
+        word = _SETTING_WORDS.get(name, {}).get(value)
+        parts.append(word or f"{name}={_value_text(value)}")
+    return ", ".join(parts)
+
+
+def optimization_tables(result: OptimizeResult, *, today: datetime.date | None = None) -> list[Table]:
+    """Each change alone, the best combination beside the job as given, the fields to set, the other GPUs."""
+    changes = tuple(
+        (
+            settings_text(change.settings),
+            format_saving(change.saves_usd, format_usd),
+            format_saving(change.saves_seconds, format_seconds),
+            format_saving(change.saves_bytes, format_gib),
+            str(change.estimate.verdict or "").replace("_", " "),
+            "; ".join([*([f"not done: you fixed {', '.join(change.held)} (--free)"] if change.held else []), *change.needs]),
+        )
+        for change in result.changes
+    )
+    tables = []
+    if changes:
+        columns = ("change", "saves", "time", "memory", "", "note")
+        tables.append(Table("Each change alone (- = costs more)", changes, columns, (1, 2, 3)))
+    tables.append(_before_and_after(result, today))
+    if result.best.settings and result.start.estimate is not None:
+        before = result.start.estimate.job
+        tables.append(
+            Table(
+                "Set",
+                tuple(
+                    (f"{name}: {_value_text(value)}", f"was {_value_text(before.get(name))}")
+                    for name, value in result.best.settings.items()
+                ),
+            )
+        )
+    if result.others:
+        tables.append(comparison_table(result.others, today=today))
+    return tables
+
+
+def _before_and_after(result: OptimizeResult, today: datetime.date | None) -> Table:
+    columns = ("", "as given", "best", "saves")
+    start, best = result.start, result.best
+    peaks = [each.estimate.memory.peak_device_bytes if each.estimate else None for each in (start, best)]
+    rows = [
+        (
+            "verdict",
+            *(str(each.estimate.verdict if each.estimate else each.error).replace("_", " ") for each in (start, best)),
+            "",
+        ),
+        (
+            "cost",
+            format_usd(start.total_usd),
+            format_usd(best.total_usd),
+            format_saving(result.saves_usd, format_usd),
+        ),
+        (
+            "time",
+            format_seconds(start.total_seconds),
+            format_seconds(best.total_seconds),
+            format_saving(result.saves_seconds, format_seconds),
+        ),
+        ("memory", format_gib(peaks[0]), format_gib(peaks[1]), format_saving(result.saves_bytes, format_gib)),
+    ]
+    if all(value is not None for value in result.effective_batch_size):
+        rows.append(("samples per step", *(f"{value:.4g}" for value in result.effective_batch_size if value), ""))
+    price = best.price
+    if price is not None:
+        rows.append(("price", _price_text(price.model_dump(), today), "", ""))
+    return Table(f"Best on {best.num_gpus} x {best.gpu}", tuple(rows), columns, ())
+
+
+def format_saving(saved: float | None, form: Callable[[Any], str]) -> str:
+    """``"1.20 h"``, with a minus where it costs, ``""`` where it is not known."""
+    if saved is None:
+        return ""
+    return f"-{form(-saved)}" if saved < 0 else form(saved)
 
 
 def print_table(table: Table, stream: TextIO) -> None:

@@ -1,22 +1,52 @@
-"""The same job on other GPUs: which fits, how long, how many dollars, and which choices nothing else beats."""
+"""The same job elsewhere or otherwise: on other GPUs (``compare``) and with other settings (``optimize``).
+
+Both keep what the job trains on and for how long. The samples in an optimizer step stay the same: a larger micro-batch
+means fewer of them. Only what fits the card is suggested; where the upper end of the interval is over it, only if nothing
+else fits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from costmodel.catalog import bill_usd_per_hour, find_gpu, find_price, list_prices
+from costmodel.catalog import TIERS, bill_usd_per_hour, find_cloud, find_gpu, find_price, list_prices, stale_price_warning
 from costmodel.errors import CostModelError, UnknownNameError
-from costmodel.estimation import Estimate, estimate
-from costmodel.specs import GpuSpec, Job, Price, parse_job
+from costmodel.estimation import PRICE_VARIABLE, Estimate, estimate
+from costmodel.lengths import distribution
+from costmodel.specs import GpuSpec, Job, Lengths, Price, parse_job
+from costmodel.spot import SPOT_WITHOUT_RATE, SpotRun, SpotTerms, spot_run
+from costmodel.units import SECONDS_PER_HOUR
+
+ORDERS: Final = ("usd", "time")
+
+# Two settings whose times differ by less are the same to this model: then the one that changes less is taken.
+INDIFFERENT: Final = 0.005
+# A packed row holds a whole number of samples only on average: so far may the samples of a step move.
+EFFECTIVE_BATCH_TOLERANCE: Final = 0.25
+_NO_EFFECT: Final = 0.002
+_MAX_GPUS_IN_DEPTH: Final = 4
+
+BATCH: Final = "batch"
+_BATCH_FIELDS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_QUANTIZATION_FIELDS: Final = ("method", "quantization", "double_quant", "dtype")
+_UNPRICED: Final[Mapping[str, Any]] = {"usd_per_gpu_hour": None, "cloud": None, "tier": None}
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The job on one GPU at one price. ``estimate`` is ``None`` where the job cannot run there: ``error`` says why."""
+    """The job on one GPU at one price. ``estimate`` is ``None`` where the job cannot run there: ``error`` says why.
+
+    ``settings`` are the fields that differ from the job as it was given. With ``spot`` (interruptions counted in), the
+    totals are expected ones.
+    """
 
     gpu: str
     num_gpus: int
@@ -24,6 +54,9 @@ class Candidate:
     estimate: Estimate | None
     error: str = ""
     on_pareto_front: bool = False  # no other fitting candidate is both cheaper and faster
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    spot: SpotRun | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -32,10 +65,14 @@ class Candidate:
 
     @property
     def total_usd(self) -> float | None:
+        if self.spot is not None:
+            return self.spot.expected_usd
         return self.estimate.total_usd if self.estimate else None
 
     @property
     def total_seconds(self) -> float | None:
+        if self.spot is not None:
+            return self.spot.expected_seconds
         return self.estimate.total_seconds if self.estimate else None
 
     @property
@@ -52,41 +89,124 @@ class Candidate:
             "bill_usd_per_hour": self.bill_usd_per_hour,
             "fits": self.fits,
             "on_pareto_front": self.on_pareto_front,
+            "settings": dict(self.settings),
+            "total_usd": self.total_usd,
+            "total_seconds": self.total_seconds,
+            "spot": self.spot.to_dict() if self.spot else None,
+            "warnings": list(self.warnings),
             "error": self.error or None,
             "estimate": self.estimate.to_dict() if self.estimate else None,
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change to the job and what it alone saves (negative: costs), against the job as given on the same GPU.
+
+    ``held`` names the fields among ``settings`` that the user fixed: told, but not part of the best combination.
+    Dollars and seconds are ``None`` where a total is unknown or the job as given does not run at all.
+    """
+
+    settings: Mapping[str, Any]
+    estimate: Estimate
+    saves_usd: float | None
+    saves_seconds: float | None
+    saves_bytes: int
+    held: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "settings": dict(self.settings),
+            "verdict": self.estimate.verdict,
+            "saves_usd": self.saves_usd,
+            "saves_seconds": self.saves_seconds,
+            "saves_bytes": self.saves_bytes,
+            "held": list(self.held),
+            "needs": list(self.needs),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizeResult:
+    """The job as given (``start``), each change alone, and the best combination that fits and meets the limits.
+
+    ``others``: the best on each other GPU that was searched. ``unmet``: a sentence for each limit that ``best`` does not
+    keep. ``effective_batch_size``: samples of an optimizer step before and after, where lengths are known.
+    """
+
+    start: Candidate
+    changes: tuple[Change, ...]
+    best: Candidate
+    saves_usd: float | None
+    saves_seconds: float | None
+    saves_bytes: int
+    needs: tuple[str, ...]
+    effective_batch_size: tuple[float | None, float | None]
+    others: tuple[Candidate, ...]
+    unmet: tuple[str, ...]
+    num_estimates: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "start": self.start.to_dict(),
+            "changes": [change.to_dict() for change in self.changes],
+            "best": self.best.to_dict(),
+            "saves_usd": self.saves_usd,
+            "saves_seconds": self.saves_seconds,
+            "saves_bytes": self.saves_bytes,
+            "needs": list(self.needs),
+            "effective_batch_size": list(self.effective_batch_size),
+            "others": [candidate.to_dict() for candidate in self.others],
+            "unmet": list(self.unmet),
+            "num_estimates": self.num_estimates,
+        }
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
 def compare(
     job: Job | Mapping[str, Any],
     gpus: Iterable[str | GpuSpec] | None = None,
-    tiers: Sequence[str] = ("on_demand",),
+    tiers: Sequence[str] | None = None,
+    *,
+    by: str = "usd",
+    as_is: bool = False,
+    spot: SpotTerms | None = None,
+    today: datetime.date | None = None,
 ) -> tuple[Candidate, ...]:
-    """The job on each of ``gpus`` (default: all with a dated price), at the cheapest price of each tier.
+    """The job on each of ``gpus`` (default: all with a dated price), at each cloud's cheapest price of each tier.
 
-    Fitting candidates come first, by total dollars (by the bill of a step where totals are unknown). A named GPU without
-    a price is compared in hours. ``job.usd_per_gpu_hour`` is the price of the job's own GPU and of no other;
-    ``job.cloud`` restricts the others to that cloud. Raises :class:`CostModelError` where the job runs on none.
+    On each GPU with its own best micro-batch (at the same samples per optimizer step) and checkpointing, unless
+    ``as_is``. Fitting candidates come first, by total dollars or ``by="time"`` (by the bill of a step, or its time, where
+    totals are unknown). ``tiers``: default the job's, else on demand. A named GPU without a price is compared in hours.
+    ``job.usd_per_gpu_hour`` is the price of the job's own GPU and of no other; ``job.cloud`` restricts the others to that
+    cloud. ``spot`` counts interruptions into spot candidates; ``today`` gives stale prices a warning.
+    Raises :class:`CostModelError` where the job runs on none.
     """
+    if by not in ORDERS:
+        raise UnknownNameError("order", by, ORDERS)
     job = parse_job(job)
-    own_gpu = _own_gpu_name(job)
+    tiers = tuple(tiers) if tiers else (job.tier or "on_demand",)
+    for tier in tiers:
+        if tier not in TIERS:
+            raise UnknownNameError("tier", tier, TIERS)
     named = [gpu if isinstance(gpu, GpuSpec) else find_gpu(gpu) for gpu in gpus] if gpus is not None else None
-    candidates = []
-    for gpu in named if named is not None else _priced_gpus(tiers):
-        if job.usd_per_gpu_hour is not None and gpu.name == own_gpu:
-            candidates.append(_candidate(job, gpu, {}))
+    counted = _with_counted_lengths(job)
+    candidates: list[Candidate] = []
+    for gpu in named if named is not None else _priced_gpus(tiers, job):
+        offers = _offers(gpu, job, tiers)
+        if not offers and named is None:
             continue
-        prices = _prices(gpu, job, tiers)
-        for price in prices:
-            terms = {"usd_per_gpu_hour": None, "cloud": price.cloud, "tier": price.tier}
-            candidates.append(_candidate(job, gpu, terms, price))
-        if not prices and named is not None:
-            candidates.append(_candidate(job, gpu, {"usd_per_gpu_hour": None, "cloud": None, "tier": None}))
+        settings = {} if as_is else _best_batch_and_checkpointing(counted, gpu)
+        for terms, price in offers or [(_UNPRICED, None)]:
+            candidates.append(_candidate(job, gpu, terms, price, settings, spot, today))
     if not candidates:
         raise CostModelError(f"no GPU has a dated {' or '.join(tiers)} price" + (f" at {job.cloud}" if job.cloud else ""))
     if all(candidate.estimate is None for candidate in candidates):
         raise CostModelError(candidates[0].error)
-    return _with_pareto_front(sorted(candidates, key=_rank))
+    return _with_pareto_front(sorted(candidates, key=lambda each: _rank(each, by)))
 
 
 def _own_gpu_name(job: Job) -> str | None:
@@ -103,43 +223,78 @@ def _as_job_field(gpu: GpuSpec) -> str | GpuSpec:
         return gpu
 
 
-def _priced_gpus(tiers: Sequence[str]) -> list[GpuSpec]:
+def _priced_gpus(tiers: Sequence[str], job: Job) -> list[GpuSpec]:
     names = dict.fromkeys(price.gpu for price in list_prices() if price.tier in tiers)
+    own = _own_gpu_name(job)
+    if own and job.usd_per_gpu_hour is not None and not isinstance(job.gpu, GpuSpec):
+        names.setdefault(own)
     return [find_gpu(name) for name in names]
 
 
-def _prices(gpu: GpuSpec, job: Job, tiers: Sequence[str]) -> list[Price]:
-    prices = []
-    for tier in tiers:
-        try:
-            prices.append(find_price(gpu, cloud=job.cloud, tier=tier, num_gpus=job.num_gpus))
-        except UnknownNameError:  # of the cloud or the tier: the user's mistake
-            raise
-        except CostModelError:
-            continue
-    return prices
+def _offers(gpu: GpuSpec, job: Job, tiers: Sequence[str]) -> list[tuple[Mapping[str, Any], Price | None]]:
+    """The terms to put into the job and the price they lead to: its own price, or each cloud's cheapest of each tier."""
+    if gpu.name == _own_gpu_name(job) and _has_own_price(job):
+        return [({}, None)]
+    wanted_cloud = find_cloud(job.cloud) if job.cloud else None
+    offered = dict.fromkeys(
+        (price.cloud, price.tier)
+        for price in list_prices()
+        if price.gpu == gpu.name and price.tier in tiers and wanted_cloud in (None, price.cloud)
+    )
+    offers: list[tuple[Mapping[str, Any], Price | None]] = []
+    for cloud, tier in offered:
+        price = find_price(gpu, cloud=cloud, tier=tier, num_gpus=job.num_gpus)
+        offers.append(({"usd_per_gpu_hour": None, "cloud": price.cloud, "tier": price.tier}, price))
+    return offers
 
 
-def _candidate(job: Job, gpu: GpuSpec, terms: dict[str, Any], price: Price | None = None) -> Candidate:
+def _has_own_price(job: Job) -> bool:
+    says_where = job.cloud is not None or job.tier is not None
+    return job.usd_per_gpu_hour is not None or (not says_where and bool(os.environ.get(PRICE_VARIABLE)))
+
+
+def _candidate(
+    job: Job,
+    gpu: GpuSpec,
+    terms: Mapping[str, Any],
+    price: Price | None,
+    settings: Mapping[str, Any],
+    spot: SpotTerms | None,
+    today: datetime.date | None,
+) -> Candidate:
     try:
-        answer = estimate(job.model_copy(update={"gpu": _as_job_field(gpu), **terms}))
+        answer = estimate(job.model_copy(update={"gpu": _as_job_field(gpu), **terms, **settings}))
     except CostModelError as error:
         return Candidate(gpu.name, job.num_gpus, price, None, error=str(error))
-    return Candidate(gpu.name, job.num_gpus, price or answer.price, answer)
-
-
-def _rank(candidate: Candidate) -> tuple[float, ...] | tuple[float | str, ...]:
-    def known(value: float | None) -> float:
-        return math.inf if value is None else value
-
-    step_seconds = candidate.estimate.step_seconds if candidate.estimate else None
-    return (
-        0 if candidate.fits else 1 if candidate.estimate else 2,
-        known(candidate.total_usd),
-        known(step_seconds) * known(candidate.bill_usd_per_hour),
-        known(step_seconds),
-        candidate.gpu,
+    price = price or answer.price
+    warnings = [stale_price_warning(price, today)] if price and today else []
+    interrupted = None
+    if price is not None and terms.get("tier", job.tier) == "spot":
+        interrupted = spot_run(answer.to_dict(), spot) if spot else None
+        warnings.append(SPOT_WITHOUT_RATE if spot is None else None)
+        warnings += interrupted.warnings if interrupted else ()
+    return Candidate(
+        gpu.name,
+        job.num_gpus,
+        price,
+        answer,
+        settings=settings,
+        spot=interrupted,
+        warnings=tuple(warning for warning in warnings if warning),
     )
+
+
+def _known(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _rank(candidate: Candidate, by: str) -> tuple[float | str, ...]:
+    step_seconds = _known(candidate.estimate.step_seconds if candidate.estimate else None)
+    dollars = (_known(candidate.total_usd), step_seconds * _known(candidate.bill_usd_per_hour))
+    times = (_known(candidate.total_seconds), step_seconds)
+    cloud = candidate.price.cloud if candidate.price else ""
+    order = (*times, *dollars) if by == "time" else (*dollars, *times)
+    return (0 if candidate.fits else 1 if candidate.estimate else 2, *order, candidate.gpu, cloud)
 
 
 def _with_pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -160,3 +315,460 @@ def _with_pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]
         on_front = each.fits and usd is not None and seconds is not None and not beaten(usd, seconds)
         marked.append(dataclasses.replace(each, on_pareto_front=on_front))
     return tuple(marked)
+
+
+# --- trying settings --------------------------------------------------------------------------------------------------
+
+
+def _with_counted_lengths(job: Job) -> Job:
+    """The job with its lengths counted once: a file is not read, and a shape not fitted, for each of many estimates."""
+    if job.lengths is None or job.lengths.histogram is not None or job.lengths.fixed is not None:
+        return job
+    counted = distribution(job.lengths, sys.maxsize)
+    histogram = dict(zip(counted.lengths, counted.shares, strict=True))
+    return job.model_copy(update={"lengths": Lengths(histogram=histogram)})
+
+
+class _Trials:
+    """Estimates of one job on one GPU under changed settings, each asked for once."""
+
+    def __init__(self, job: Job, gpu: GpuSpec) -> None:
+        self._job = job.model_copy(update={"gpu": _as_job_field(gpu), **_UNPRICED})
+        self._answers: dict[frozenset[tuple[str, Any]], Estimate | None] = {}
+
+    def __call__(self, settings: Mapping[str, Any]) -> Estimate | None:
+        """``None`` where these settings cannot run."""
+        key = frozenset(settings.items())
+        if key not in self._answers:
+            try:
+                self._answers[key] = estimate(self._job.model_copy(update=dict(settings)))
+            except CostModelError:
+                self._answers[key] = None
+        return self._answers[key]
+
+    @property
+    def count(self) -> int:
+        return len(self._answers)
+
+
+def _time_of(answer: Estimate) -> float:
+    """What is to be small, at any batch size: seconds of the run, of a sample where the total is unknown; else infinity."""
+    if answer.total_seconds is not None:
+        return answer.total_seconds
+    return 1 / answer.samples_per_second if answer.samples_per_second else math.inf
+
+
+_VERDICTS: Final = {"fits": 0, "tight": 1}
+
+
+def _worth(answer: Estimate) -> tuple[int, float]:
+    """Smaller is better: what surely fits, then what is faster."""
+    return _VERDICTS.get(answer.verdict or "", 2), _time_of(answer)
+
+
+def _best(tried: Iterable[tuple[Mapping[str, Any], Estimate]]) -> tuple[Mapping[str, Any], Estimate]:
+    """The fastest that fits; of those that are as fast, the one that changes least, then the smallest in memory."""
+    tried = list(tried)
+    verdict, seconds = min(_worth(answer) for _, answer in tried)
+    as_good = [
+        (settings, answer)
+        for settings, answer in tried
+        if _worth(answer)[0] == verdict and _time_of(answer) <= seconds * (1 + INDIFFERENT)
+    ]
+    return min(as_good, key=lambda each: (_num_changes(each[0]), each[1].memory.peak_device_bytes, _time_of(each[1])))
+
+
+def _num_changes(settings: Mapping[str, Any]) -> int:
+    """Fields changed; micro-batch and accumulation are one change."""
+    return len({"batch" if name in _BATCH_FIELDS else name for name in settings})
+
+
+def _batch_settings(start: Mapping[str, Any], product: int) -> Iterator[dict[str, int]]:
+    """Each micro-batch times accumulation that makes ``product``, small micro-batches first; only what differs."""
+    small = [size for size in range(1, math.isqrt(product) + 1) if product % size == 0]
+    for size in sorted({*small, *(product // size for size in small)}):
+        yield _batch(start, size, product // size)
+
+
+def _batch(start: Mapping[str, Any], size: int, accumulation: int) -> dict[str, int]:
+    chosen = dict(zip(_BATCH_FIELDS, (size, accumulation), strict=True))
+    return {} if all(start.get(name) == value for name, value in chosen.items()) else chosen
+
+
+def _fitting_batches(
+    trials: _Trials, settings: Mapping[str, Any], batches: Iterable[Mapping[str, int]]
+) -> Iterator[tuple[Mapping[str, Any], Estimate]]:
+    """What fits of ``settings`` with each of ``batches`` (small first): memory only grows, so the first failure ends it."""
+    for batch in batches:
+        tried = {**settings, **batch}
+        answer = trials(tried)
+        if answer is None or answer.verdict not in _VERDICTS:
+            return
+        yield tried, answer
+
+
+def _best_batch_and_checkpointing(job: Job, gpu: GpuSpec) -> Mapping[str, Any]:
+    """Micro-batch and checkpointing that make this GPU fastest at the same samples per step. ``{}``: as it is."""
+    trials = _Trials(job, gpu)
+    base = trials({})
+    if base is None:
+        return {}
+    start = base.job
+    tried: list[tuple[Mapping[str, Any], Estimate]] = [({}, base)]
+    for checkpointing in _other_checkpointing(start), {}:
+        tried += _fitting_batches(trials, checkpointing, _batch_settings(start, _product(start)))
+    return _best(tried)[0]
+
+
+def _other_checkpointing(start: Mapping[str, Any]) -> dict[str, Any]:
+    return {"gradient_checkpointing": not start.get("gradient_checkpointing")}
+
+
+def _product(start: Mapping[str, Any]) -> int:
+    return int(start.get(_BATCH_FIELDS[0]) or 1) * int(start.get(_BATCH_FIELDS[1]) or 1)
+
+
+# --- optimize ---------------------------------------------------------------------------------------------------------
+
+
+def optimize(
+    job: Job | Mapping[str, Any],
+    gpus: Iterable[str | GpuSpec] | None = None,
+    tiers: Sequence[str] | None = None,
+    *,
+    budget_usd: float | None = None,
+    deadline_hours: float | None = None,
+    free: Iterable[str] = (),
+    free_batch: bool = False,
+    allow_quantization: bool = False,
+    spot: SpotTerms | None = None,
+    today: datetime.date | None = None,
+) -> OptimizeResult:
+    """Which settings make this job cheaper: each alone, and the best combination that fits the card.
+
+    Searched: micro-batch x accumulation (at the same samples per optimizer step, unless ``free_batch``), checkpointing,
+    packing / padding-free / grouping, attention, optimizer within its family, experts, and with ``allow_quantization`` how
+    the base is stored. Fields given in the job stay as they are unless named in ``free`` (``"all"``: every one); what they
+    cost is told all the same. GPUs: ``gpus``, else the job's, else those on the Pareto front of :func:`compare`. With a
+    deadline the cheapest that keeps it wins, with a budget alone the fastest within it. On ties, the fewest changes.
+    Raises :class:`CostModelError` as :func:`compare` does.
+    """
+    job = parse_job(job)
+    free = frozenset(free)
+    unknown = free - set(Job.model_fields) - {"all"}
+    if unknown:
+        raise UnknownNameError("Job field", sorted(unknown)[0], [*Job.model_fields, "all"])
+    tiers = tuple(tiers) if tiers else (job.tier or "on_demand",)
+    for tier in tiers:
+        if tier not in TIERS:
+            raise UnknownNameError("tier", tier, TIERS)
+    given = {name for name in job.model_fields_set if getattr(job, name) is not None}
+    held = frozenset() if "all" in free else frozenset(given) - free - set(_BATCH_FIELDS)
+    if allow_quantization:
+        held -= set(_QUANTIZATION_FIELDS)
+    counted = _with_counted_lengths(job)
+    searches = []
+    for gpu in _gpus_to_optimize(job, gpus, tiers):
+        trials = _Trials(counted, gpu)
+        base = trials({})
+        if base is None:
+            searches.append(_GpuSearch(gpu, _priced(job, gpu, tiers, {}, spot, today), (), {}, 0))
+            continue
+        changes = _single_changes(trials, base, gpu, allow_quantization=allow_quantization, held=held)
+        settings = _best_combination(trials, base, changes, free_batch=free_batch)
+        start = _priced(job, gpu, tiers, {}, spot, today)
+        searches.append(_GpuSearch(gpu, start, changes, settings, trials.count))
+    found = [(each, _priced(job, each.gpu, tiers, each.settings, spot, today)) for each in searches]
+    if all(candidate.estimate is None for _, candidate in found):
+        raise CostModelError(found[0][1].error)
+    found.sort(key=lambda each: _rank_with_limits(each[1], budget_usd, deadline_hours))
+    chosen, best = found[0]
+    return _result(chosen, best, [other for _, other in found[1:]], found, budget_usd, deadline_hours)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    """Other values for one group of fields, and the answer with them alone."""
+
+    group: str
+    settings: Mapping[str, Any]
+    answer: Estimate
+    held: tuple[str, ...]
+    base: Estimate
+
+    @property
+    def has_effect(self) -> bool:
+        before, after = _time_of(self.base), _time_of(self.answer)
+        moved = not math.isinf(before) and abs(after - before) > _NO_EFFECT * before
+        peak = self.base.memory.peak_device_bytes
+        return moved or abs(self.answer.memory.peak_device_bytes - peak) > _NO_EFFECT * peak
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuSearch:
+    gpu: GpuSpec
+    start: Candidate
+    alternatives: tuple[_Alternative, ...]
+    settings: Mapping[str, Any]
+    num_estimates: int
+
+
+def _gpus_to_optimize(job: Job, gpus: Iterable[str | GpuSpec] | None, tiers: Sequence[str]) -> list[GpuSpec]:
+    if gpus is not None:
+        return [gpu if isinstance(gpu, GpuSpec) else find_gpu(gpu) for gpu in gpus]
+    if job.gpu is not None:
+        return [job.gpu if isinstance(job.gpu, GpuSpec) else find_gpu(job.gpu)]
+    ranked = compare(job, tiers=tiers)
+    front = [each.gpu for each in ranked if each.on_pareto_front] or [ranked[0].gpu]
+    return [find_gpu(name) for name in list(dict.fromkeys(front))[:_MAX_GPUS_IN_DEPTH]]
+
+
+def _priced(
+    job: Job,
+    gpu: GpuSpec,
+    tiers: Sequence[str],
+    settings: Mapping[str, Any],
+    spot: SpotTerms | None,
+    today: datetime.date | None,
+) -> Candidate:
+    """The job with ``settings`` on this GPU at its cheapest offer."""
+    offers = _offers(gpu, job, tiers) or [(_UNPRICED, None)]
+    terms, price = min(offers, key=lambda each: bill_usd_per_hour(each[1], job.num_gpus) if each[1] else 0.0)
+    return _candidate(job, gpu, terms, price, settings, spot, today)
+
+
+def _single_changes(
+    trials: _Trials, base: Estimate, gpu: GpuSpec, *, allow_quantization: bool, held: frozenset[str]
+) -> tuple[_Alternative, ...]:
+    """Every change on its own that moves time or memory, with the fields in it that the user fixed."""
+    found = []
+    for group, different in _alternatives(base, gpu, allow_quantization=allow_quantization):
+        answer = trials(different)
+        if answer is None:
+            continue
+        # The settings of one change name only what it changes, so a field that was given the same value is not in it.
+        alternative = _Alternative(group, different, answer, tuple(sorted(held & set(different))), base)
+        if alternative.has_effect:
+            found.append(alternative)
+    batches = list(_fitting_batches(trials, {}, _batch_settings(base.job, _product(base.job))))
+    if batches:
+        best_batch, answer = _best([({}, base), *batches])
+        if best_batch:
+            found.append(_Alternative(BATCH, best_batch, answer, (), base))
+    return tuple(found)
+
+
+_FLATTENING_FRAMEWORKS: Final = frozenset({"trl", "axolotl", "llamafactory", "unsloth", "transformers"})
+_PACKING_FRAMEWORKS: Final = frozenset({"trl", "axolotl", "llamafactory", "unsloth", "torchtune"})
+_FLASH: Final = ("flash_attention_2", "flash_attention_3")
+
+# Same algorithm, other storage of its states or another kernel; changing the algorithm is the user's own decision.
+_OPTIMIZER_FAMILIES: Final = (
+    (
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_apex_fused",
+        "adamw_anyprecision",
+        "paged_adamw_32bit",
+        "adamw_bnb_8bit",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+    ),
+    ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit"),
+)
+_SUGGESTED_OPTIMIZERS: Final = frozenset(
+    {"adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit"}
+)
+
+
+def _alternatives(base: Estimate, gpu: GpuSpec, *, allow_quantization: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(group, settings) of each change that may be suggested for this job on this card; only fields that change."""
+    start = base.job
+
+    def changed(**settings: Any) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if start.get(name) != value}
+
+    yield "checkpointing", _other_checkpointing(start)
+    attention = str(start.get("attn_implementation"))
+    flash = attention if attention in _FLASH else "flash_attention_2" if _runs_flash_attention(base, gpu) else None
+    for settings in _data_alternatives(base, flash):
+        different = changed(**settings)
+        if different:
+            yield "data", different
+    kernels = (["sdpa"] if attention == "eager" else []) + ([flash] if flash else [])
+    for kernel in kernels:
+        if kernel != attention:
+            yield "attention", {"attn_implementation": kernel}
+    for family in _OPTIMIZER_FAMILIES:
+        if start.get("optim") in family:
+            for name in family:
+                if name in _SUGGESTED_OPTIMIZERS and name != start.get("optim"):
+                    yield "optimizer", {"optim": name}
+    # batched_mm is left out: it copies the weights of the experts for each token and never pays in training.
+    for implementation in ("grouped_mm", "eager"):
+        if implementation != start.get("experts_implementation"):
+            yield "experts", {"experts_implementation": implementation}
+    if allow_quantization and start.get("method") in ("lora", "qlora"):
+        if start.get("quantization") != "nf4":
+            yield "quantization", changed(method="qlora", quantization="nf4", double_quant=True)
+        if start.get("quantization"):
+            # The type is said, so that the framework's default (fp32 in TRL) does not come in by the back door.
+            yield "quantization", {**changed(method="lora"), "quantization": None, "dtype": start.get("dtype")}
+
+
+def _data_alternatives(base: Estimate, flash: str | None) -> Iterator[dict[str, Any]]:
+    """Ways to spend less on padding. Rows without padding need a flash kernel to keep their samples apart."""
+    start = base.job
+    if not start.get("lengths"):
+        return
+    packs, flattens = bool(start.get("packing")), bool(start.get("padding_free"))
+    if not packs and not flattens:
+        if start.get("padding") == "max_length":
+            yield {"padding": "longest"}
+        yield {"train_sampling_strategy": "group_by_length", "padding": "longest"}
+    if flash is None:
+        return
+    if start.get("framework") in _FLATTENING_FRAMEWORKS:
+        yield {"packing": False, "padding_free": True, "attn_implementation": flash}
+    if start.get("framework") in _PACKING_FRAMEWORKS:
+        yield {"packing": True, "padding_free": True, "attn_implementation": flash}
+
+
+def _runs_flash_attention(base: Estimate, gpu: GpuSpec) -> bool:
+    """FlashAttention 2 runs in 16 bit on NVIDIA cards since Ampere (compute capability 8.0) and on AMD's CDNA."""
+    start = base.job
+    in_16_bit = start.get("bf16") or start.get("fp16") or start.get("dtype") in ("bfloat16", "float16")
+    if not in_16_bit:
+        return False
+    if gpu.vendor == "NVIDIA":
+        major = gpu.compute_capability.partition(".")[0]
+        return major.isdigit() and int(major) >= 8
+    return gpu.vendor == "AMD"
+
+
+def _best_combination(
+    trials: _Trials, base: Estimate, alternatives: Sequence[_Alternative], *, free_batch: bool
+) -> Mapping[str, Any]:
+    """The best of every combination of free changes, each with every micro-batch that fits."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for each in alternatives:
+        if not each.held and each.group != BATCH:  # every micro-batch is tried with each of the others
+            groups.setdefault(each.group, [{}]).append(each.settings)
+    tried: list[tuple[Mapping[str, Any], Estimate]] = [({}, base)]
+    for choice in itertools.product(*groups.values()):
+        settings: dict[str, Any] = {}
+        for part in choice:
+            settings.update(part)
+        first = trials(settings)
+        if first is not None:
+            tried += _fitting_batches(trials, settings, _batches(base, first, free_batch=free_batch))
+    return _best(tried)[0]
+
+
+def _batches(base: Estimate, answer: Estimate, *, free_batch: bool) -> Iterator[Mapping[str, int]]:
+    """Micro-batches to try with the settings of ``answer``, small ones first."""
+    start = base.job
+    if free_batch:
+        sizes = {2**power for power in range(11)}
+        sizes |= {int(start.get(_BATCH_FIELDS[0]) or 1), max(1, answer.max_batch_size or 1)}
+        yield from (_batch(start, size, 1) for size in sorted(sizes))
+        return
+    before, after = samples_per_step(base), samples_per_step(answer)
+    rows = _product(start)
+    if before is not None and after is not None:
+        samples_per_row = after / rows
+        rows = max(1, round(before / samples_per_row))
+        if abs(rows * samples_per_row / before - 1) > EFFECTIVE_BATCH_TOLERANCE:
+            return
+    yield from _batch_settings(start, rows)
+
+
+def samples_per_step(answer: Estimate) -> float | None:
+    """Samples of one optimizer step, on one GPU or all: as the answer counts them; ``None`` where lengths are unknown."""
+    if answer.samples_per_second is None or answer.step_seconds is None:
+        return None
+    return answer.samples_per_second * answer.step_seconds
+
+
+def _rank_with_limits(candidate: Candidate, budget_usd: float | None, deadline_hours: float | None) -> tuple[Any, ...]:
+    by = "time" if budget_usd is not None and deadline_hours is None else "usd"
+    fits, *order = _rank(candidate, by)
+    return (fits, len(_unmet(candidate, budget_usd, deadline_hours)), *order)
+
+
+def _unmet(candidate: Candidate, budget_usd: float | None, deadline_hours: float | None) -> tuple[str, ...]:
+    unmet = []
+    if budget_usd is not None and _known(candidate.total_usd) > budget_usd:
+        unmet.append("budget_usd")
+    if deadline_hours is not None and _known(candidate.total_seconds) > deadline_hours * SECONDS_PER_HOUR:
+        unmet.append("deadline_hours")
+    return tuple(unmet)
+
+
+def _result(
+    chosen: _GpuSearch,
+    best: Candidate,
+    others: Sequence[Candidate],
+    found: Sequence[tuple[_GpuSearch, Candidate]],
+    budget_usd: float | None,
+    deadline_hours: float | None,
+) -> OptimizeResult:
+    start = chosen.start
+    usd_per_second = None
+    if start.total_usd is not None and start.total_seconds:
+        usd_per_second = start.total_usd / start.total_seconds
+
+    def saved(before: float | None, after: float | None) -> float | None:
+        return before - after if start.fits and before is not None and after is not None else None
+
+    changes = []
+    for each in chosen.alternatives:
+        if each.answer.verdict not in _VERDICTS:
+            continue
+        seconds = saved(each.base.total_seconds, each.answer.total_seconds)
+        changes.append(
+            Change(
+                settings=each.settings,
+                estimate=each.answer,
+                saves_usd=seconds * usd_per_second if seconds is not None and usd_per_second is not None else None,
+                saves_seconds=seconds,
+                saves_bytes=each.base.memory.peak_device_bytes - each.answer.memory.peak_device_bytes,
+                held=each.held,
+                needs=_needs(each.settings, each.base),
+            )
+        )
+    changes.sort(key=lambda change: (-(change.saves_seconds or 0.0), -change.saves_bytes))
+    peak = start.estimate.memory.peak_device_bytes if start.estimate else 0
+    best_peak = best.estimate.memory.peak_device_bytes if best.estimate else 0
+    return OptimizeResult(
+        start=start,
+        changes=tuple(changes),
+        best=best,
+        saves_usd=saved(start.total_usd, best.total_usd),
+        saves_seconds=saved(start.total_seconds, best.total_seconds),
+        saves_bytes=peak - best_peak,
+        needs=_needs(best.settings, start.estimate) if start.estimate else (),
+        effective_batch_size=tuple(  # type: ignore[arg-type]
+            samples_per_step(each.estimate) if each.estimate else None for each in (start, best)
+        ),
+        others=tuple(others),
+        unmet=_unmet(best, budget_usd, deadline_hours),
+        num_estimates=sum(search.num_estimates for search, _ in found),
+    )
+
+
+def _needs(settings: Mapping[str, Any], base: Estimate) -> tuple[str, ...]:
+    """What must be installed for these settings, or should be known before they are used."""
+    needs = []
+    kernel = settings.get("attn_implementation")
+    if kernel in _FLASH:
+        needs.append("the package flash-attn")
+    if "8bit" in str(settings.get("optim")):
+        needs.append("the package bitsandbytes; optimizer states in 8 bit")
+    if settings.get("quantization"):
+        needs.append("the package bitsandbytes; another base changes the result")
+    elif "quantization" in settings:
+        needs.append("an unquantised base changes the result")
+    if settings.get("padding_free") and not settings.get("packing") and base.job.get("framework") == "transformers":
+        needs.append("DataCollatorWithFlattening as data_collator")
+    return tuple(needs)

@@ -143,9 +143,7 @@ class Lengths(Record):
     @model_validator(mode="after")
     def _exactly_one(self) -> Lengths:
         given = [
-            name
-            for name in ("fixed", "mean", "values", "histogram", "dataset", "file")
-            if getattr(self, name) is not None
+            name for name in ("fixed", "mean", "values", "histogram", "dataset", "file") if getattr(self, name) is not None
         ]
         if len(given) != 1:
             raise ValueError(
@@ -211,9 +209,7 @@ class Job(Record):
     gradient_accumulation_steps: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool | None = None
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = (
-        None
-    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = None
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
     optim: str | None = None
     torch_compile: bool | None = None

@@ -138,8 +138,8 @@ def step_time(
     if counted.expert_visits and job.quantization and not job.fused_experts:
         recomputes = 1 if job.gradient_checkpointing else 0
         expert_calls = counted.expert_visits / (1 + recomputes) * 3 * (2 + recomputes)
-        loop_seconds += expert_calls * c.SECONDS_PER_QUANTIZED_CALL
-    calls = max(0.0, counted.quantized_linear_calls - expert_calls) * c.SECONDS_PER_QUANTIZED_CALL
+        loop_seconds += expert_calls * c.OPERATORS_PER_QUANTIZED_CALL * per_operator
+    calls = max(0.0, counted.quantized_linear_calls - expert_calls) * c.OPERATORS_PER_QUANTIZED_CALL * per_operator
     passes = 3 if job.gradient_checkpointing else 2
     for which in ("forward", "backward") if passes == 2 else _PASSES:
         host_by_pass[which] += calls / passes
@@ -176,7 +176,11 @@ def step_time(
 
 def _smooth_maximum(device: float, host: float, waits: bool) -> float:
     """Host and device side by side; one after the other where they are one processor or each waits for the other."""
-    return device + host if waits else float((device**3 + host**3) ** (1 / 3))
+    return (
+        device + host
+        if waits
+        else float((device**c.OVERLAP_EXPONENT + host**c.OVERLAP_EXPONENT) ** (1 / c.OVERLAP_EXPONENT))
+    )
 
 
 def _host_factor(job: ResolvedJob) -> float:
@@ -307,33 +311,48 @@ def _device_seconds(
     sums.add("backward", "head_and_loss", loss * 0.6, memory_bound=True)
 
     if job.quantization:
-        per_weight = c.DEQUANTISATION_SECONDS_PER_WEIGHT[job.quantization]
-        scaled = per_weight * c.DEQUANTISATION_REFERENCE_BANDWIDTH / gpu.memory_bandwidth_bytes_per_second
+        per_weight = _dequantisation_seconds_per_weight(job.quantization, gpu)
         for which in ("forward", "backward", *(("recompute",) if checkpointing else ())):
-            sums.add(which, "dequantisation", quantized_weights * scaled)
+            sums.add(which, "dequantisation", quantized_weights * per_weight)
 
     trained = num_trainable_params(model, job)
     trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
-    per_element = (c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED)[
-        trained_bytes == 4
-    ]
+    per_element = (c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED)[trained_bytes == 4]
     sums.add("optimizer", "optimizer", trained * per_element / bandwidth / accumulation, memory_bound=True)
     return sums
+
+
+def _dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec) -> float:
+    """One weight from its codes to 16 bits: by the bytes it moves or by the integer instructions it takes."""
+    by_bytes = c.DEQUANTISATION_BYTES[quantization] / (gpu.memory_bandwidth_bytes_per_second * c.BANDWIDTH_EFFICIENCY)
+    instructions = c.DEQUANTISATION_INSTRUCTIONS.get(quantization)
+    if instructions is None or gpu.peak_fp32_flops_per_second is None or gpu.vendor != "NVIDIA":
+        return by_bytes
+    # A multiply-add is two FLOPs. From compute capability 8.6 on, and on Hopper, half of the fp32 lanes do integers;
+    # before, there were as many lanes of each.
+    has_shared_lanes = tuple(int(part) for part in gpu.compute_capability.split(".")) >= (8, 6)
+    integer_rate = gpu.peak_fp32_flops_per_second / (4 if has_shared_lanes else 2)
+    return max(by_bytes, instructions / integer_rate)
 
 
 def _adapter_traffic(job: ResolvedJob, adapted: tuple[AdaptedLinear, ...]) -> tuple[float, float]:
     """Bytes a token that the eager LoRA pairs move beside the base linear: (forward, backward). Counted by hand.
 
     Forward: A reads the input; B's output is written, scaled and added to the base's. Backward: the gradient is scaled and
-    read for A and B; the input's gradient is written and added. fp32 adapters on a 16-bit stream cast at both ends.
+    read for A and B; the input's gradient is written and added. peft casts the input of an fp32 adapter to fp32, under
+    autocast too (and autocast casts it back); its 4- and 8-bit layers leave that to autocast. Dropout reads, writes and
+    keeps a byte of mask. Source: peft 0.21, ``tuners/lora/layer.py`` and ``bnb.py``.
     """
-    if job.torch_compile or job.use_liger_kernel:
-        inside = ((2.0, 6.0), (4.0, 6.0))
-    elif job.adapter_dtype == "float32" and job.autocast_dtype is None and stream_dtype(job) != "float32":
-        inside = ((10.0, 22.0), (20.0, 22.0))
-    else:
-        inside = ((4.0, 12.0), (10.0, 8.0))
+    fp32_adapters = job.adapter_dtype == "float32" and stream_dtype(job) != "float32"
+    per_in, per_out, back_in, back_out, dropout = 4.0, 12.0, 10.0, 8.0, 5.0
+    if job.torch_compile:
+        per_in, per_out, back_in, back_out, dropout = 2.0, 6.0, 4.0, 6.0, 0.0
+    elif fp32_adapters and job.autocast_dtype is None:
+        per_in, per_out, back_in, back_out, dropout = 10.0, 22.0, 20.0, 22.0, 9.0
+    elif fp32_adapters and not job.quantization:
+        per_in, per_out, back_in, back_out, dropout = 14.0, 12.0, 22.0, 8.0, 9.0
+    if job.lora_dropout:
+        per_in, back_in = per_in + dropout, back_in + dropout
     width_in = sum(each.linear.in_features for each in adapted)
     width_out = sum(each.linear.out_features for each in adapted)
-    forward, backward = (a * width_in + b * width_out for a, b in inside)
-    return forward, backward
+    return per_in * width_in + per_out * width_out, back_in * width_in + back_out * width_out

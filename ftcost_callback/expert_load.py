@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,8 +35,9 @@ _open_counter: ExpertLoadCounter | None = None
 @torch.library.custom_op("ftcost::tap", mutates_args=())
 def _tap(index: Tensor) -> Tensor:
     """Identity on the expert indices whose body runs inside a compiled graph, also in its recomputation."""
-    if _open_counter is not None:
-        _open_counter.seen(index)
+    counter = _open_counter
+    if counter is not None:
+        counter.guard(lambda: counter.seen(index))
     return index.clone()
 
 
@@ -70,9 +72,12 @@ class ExpertsHook:
             before, after = args[: self._position], args[self._position + 1 :]
             return (*before, _tap(args[self._position]), *after), kwargs
         if self._counter.is_open:
-            index = kwargs[self._argument] if self._argument in kwargs else args[self._position]
-            self._counter.seen(index)
+            self._counter.guard(lambda: self._counter.seen(self._index(args, kwargs)))
         return None
+
+    def _index(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        index: Tensor = kwargs[self._argument] if self._argument in kwargs else args[self._position]
+        return index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return no_op_hook()
@@ -136,9 +141,11 @@ class ExpertLoadCounter:
     """Counts between two calls of :meth:`take`. Padding, evaluation and recomputation stay outside.
 
     ``attach`` sets the hooks; ``open_forward`` and ``close_forward`` belong to the forward window of the same model.
+    ``guard`` calls what runs inside the user's forward, and must not raise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Callable[[Callable[[], None]], Any] = lambda function: function()) -> None:
+        self.guard = guard
         self._sites: list[ExpertSite] = []
         self._handles: list[Any] = []
         self._counts: Tensor | None = None  # (num_layers, most experts + 2), the last two: padding, no such expert

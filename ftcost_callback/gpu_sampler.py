@@ -125,7 +125,7 @@ class GpuSampler:
             self._elapsed = now - self._sampled_at if self._sampled_at is not None else 0.0
             self._sampled_at = now
             for name in list(self._readings):
-                if self._stop.is_set():
+                if self._stop.is_set() or name not in self._readings:
                     return
                 self._read(name)
             with self._lock:

@@ -7,6 +7,7 @@ part that fails is switched off alone.
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import os
 import time
@@ -208,7 +209,7 @@ class LiveRun:
             self.experts = self._boundary.call("expert load", lambda: self._attach_experts(model))
 
     def _attach_experts(self, model: Any) -> ExpertLoadCounter:
-        experts = ExpertLoadCounter()
+        experts = ExpertLoadCounter(functools.partial(self._boundary.call, "expert load"))
         experts.attach(model)
         return experts
 

@@ -184,6 +184,7 @@ class StepRecorder:
         self._mark: float | None = None
         self._furthest_step = 0
         self._num_session_steps = 0
+        self._is_closed = False
         self.totals = Totals()
         self.session = StepAggregate()  # this session, warm-up left out
         self.moments = StepMoments()
@@ -261,6 +262,7 @@ class StepRecorder:
         """The session ends: what is left goes to ``other``. Returns its seconds."""
         seconds = self._advance(None)
         self.totals = self.totals.plus(other_seconds=seconds)
+        self._is_closed = True
         return seconds
 
     def take_report(self) -> StepAggregate:
@@ -270,7 +272,9 @@ class StepRecorder:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Wall time of the run over all its sessions, now."""
+        """Wall time of the run over all its sessions: now, or at the close."""
+        if self._is_closed:
+            return self.totals.wall_seconds
         return self.totals.wall_seconds + max(0.0, self._clock() - self.mark)
 
     @property

@@ -156,7 +156,7 @@ class RunRecord:
     def summary(self) -> Summary | None:
         """Totals over the run; ``None`` while it runs and after a kill."""
         ended = self.summaries[-1] if self.summaries else None
-        return ended if ended is not None and ended.num_sessions == len(self.sessions) else None
+        return ended if ended is not None and ended.num_sessions == self.sessions[-1].session_index + 1 else None
 
     @property
     def last_step(self) -> int:

@@ -65,8 +65,8 @@ def test_example_estimates_trains_resumes_and_reports(
     summary = rows_of(output_dir, "summary")[-1]
     assert (summary["num_sessions"], summary["num_steps"]) == (2, 8)
     assert sum(summary[bucket] for bucket in BUCKETS) == pytest.approx(summary["wall_seconds"], rel=1e-6)
-    # The price is held to the second: no billing step, no machine larger than the one GPU.
-    assert summary["spent_usd"] == pytest.approx(summary["wall_seconds"] * USD_PER_GPU_HOUR / 3600, rel=1e-6)
+    # Both are read from the clock at the end, within milliseconds of each other.
+    assert summary["spent_usd"] == pytest.approx(summary["wall_seconds"] * USD_PER_GPU_HOUR / 3600, rel=1e-3)
 
     assert f"${summary['spent_usd']:.4f}" in done.stdout
     assert first["run_id"] in (output_dir / "report.html").read_text()
@@ -74,25 +74,26 @@ def test_example_estimates_trains_resumes_and_reports(
 
 
 @pytest.mark.slow
-def test_example_takes_a_model_folder_and_a_jsonl_file(tmp_path: Path) -> None:
+def test_example_takes_a_model_folder_and_a_jsonl_file_of_messages(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = ["<pad>", "</s>", "what", "does", "it", "cost"]
+    words = ["<pad>", "</s>", "user", "what", "does", "it", "cost"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(words), pad_token="<pad>", eos_token="</s>")
+    tokenizer.chat_template = "{% for each in messages %}{{ each.role }} {{ each.content }} {% endfor %}"
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape))
     for saved in (model, tokenizer):
         saved.save_pretrained(tmp_path / "model")
-    texts = [" ".join(words[2 : 3 + number % 4]) for number in range(40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    questions = [" ".join(words[3 : 4 + number % 4]) for number in range(40)]
+    lines = [json.dumps({"messages": [{"role": "user", "content": question}]}) for question in questions]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
 
     output_dir = tmp_path / "output"
-    done = run_example(
-        output_dir, "--model", "model", "--dataset", "train.jsonl", "--uninterrupted", "--max-steps", "3"
-    )
+    done = run_example(output_dir, "--model", "model", "--dataset", "train.jsonl", "--uninterrupted", "--max-steps", "3")
     assert done.returncode == 0, done.stderr
     assert [row["global_step"] for row in rows_of(output_dir, "step")] == [1, 2, 3]
-    assert rows_of(output_dir, "session")[0]["model"]["num_params"] == model.num_parameters()
+    # 2 layers, 4 projections of 32 x 32 each, LoRA of rank 16: two matrices of 32 x 16.
+    assert rows_of(output_dir, "session")[0]["model"]["num_trainable_params"] == 2 * 4 * 2 * 32 * 16
 
 
 def word_tokenizer(words: list[str]) -> Any:
@@ -110,6 +111,7 @@ def test_example_leaves_an_earlier_run_alone(tmp_path: Path) -> None:
     record.parent.mkdir(parents=True)
     record.write_text("an earlier run\n")
     done = run_example(tmp_path / "demo_output")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2
+    assert "What it will cost" not in done.stdout
     assert "already holds a run" in done.stderr
     assert record.read_text() == "an earlier run\n"

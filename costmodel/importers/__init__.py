@@ -1,0 +1,94 @@
+"""Configurations of other tools -> jobs.
+
+``recognise(mapping_or_path)`` names the tool by its keys; ``import_config(path).job`` is the job, with every value traceable
+to a key of the file or to the tool's own default, and every key understood, harmless or listed as unknown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from costmodel.errors import CostModelError
+from costmodel.importers import axolotl, checkpoint, llamafactory, training_arguments, trl, wandb_config
+from costmodel.importers.reading import ImportedJob, Origin, read_mapping
+from costmodel.specs import Job
+
+__all__ = ["TOOLS", "ImportedJob", "Origin", "import_config", "import_mapping", "recognise"]
+
+TOOLS: Final = ("job", "axolotl", "llamafactory", "trl", "checkpoint", "wandb")
+
+_JOB_KEYS: Final = frozenset(Job.model_fields) | Job._accepted_aliases()
+# No training tool has these at the top of its file.
+_JOB_MARKERS: Final = frozenset({"model", "gpu", "lengths", "num_samples", "usd_per_gpu_hour", "supervised_fraction", "method"})
+# Names of the Hugging Face Trainer that none of the others shares.
+_TRAINER_MARKERS: Final = frozenset(
+    {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir", "max_steps"}
+)
+
+
+def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
+    """Which tool a configuration is for, by its keys: one of :data:`TOOLS`.
+
+    ``config`` is a mapping, a ``.yaml`` or ``.json`` file, or a folder. Raises :class:`CostModelError` where no tool's
+    keys are there.
+    """
+    if not isinstance(config, Mapping):
+        path = os.fspath(config)
+        if os.path.isdir(path):
+            return "checkpoint"
+        config = read_mapping(path)
+    keys = set(config)
+    if wandb_config.is_wrapped(config):
+        return "wandb"
+    if "base_model" in keys or len(keys & axolotl.MARKERS) >= 2 and not keys & {"model_name_or_path", "model"}:
+        return "axolotl"
+    if keys & _JOB_MARKERS or (keys and keys <= _JOB_KEYS):
+        return "job"
+    if keys & {"finetuning_type", "stage"} or len(keys & llamafactory.MARKERS) >= 2:
+        return "llamafactory"
+    if wandb_config.is_flat(config):
+        return "wandb"
+    if keys & (_TRAINER_MARKERS | trl.TRL_MARKERS) or len(keys & training_arguments.HARMLESS) >= 2:
+        return "trl"
+    if keys & _JOB_KEYS:
+        return "job"  # misspelt: the job's own message names the nearest field
+    raise CostModelError(
+        "no known configuration has these keys: " + ", ".join(sorted(keys)[:8]) + "; known are job files, Axolotl, "
+        "LLaMA-Factory, TRL and TrainingArguments, W&B run configs and checkpoint folders"
+    )
+
+
+def import_config(path: str | os.PathLike[str]) -> ImportedJob:
+    """The job of a configuration file or checkpoint folder of any tool of :data:`TOOLS`.
+
+    Safe on files from strangers: YAML by the safe loader, at most 10 MB, no pickle, nothing is run. Raises
+    :class:`CostModelError`.
+    """
+    where = os.fspath(path)
+    if os.path.isdir(where):
+        return checkpoint.read(where)
+    return import_mapping(read_mapping(where), where)
+
+
+def import_mapping(config: Mapping[str, Any], where: str = "the configuration") -> ImportedJob:
+    """:func:`import_config` for a configuration that is loaded already. ``where`` is its name in messages."""
+    tool = recognise(config)
+    if tool == "axolotl":
+        return axolotl.read(config, where)
+    if tool == "llamafactory":
+        return llamafactory.read(config, where)
+    if tool == "wandb":
+        return wandb_config.read(config, where)
+    if tool == "trl":
+        return trl.read(config, where)
+    fields = dict(config)
+    return ImportedJob(
+        tool="job",
+        tool_version="",
+        where=where,
+        fields=fields,
+        origins={name: Origin("file", f"{name} in {where}") for name in fields},
+        understood=tuple(fields),
+    )

@@ -1,0 +1,138 @@
+"""What interruptions add to a run on spot machines: work that is lost since the last checkpoint, and starting again.
+
+    expected = useful · (1 + save / interval) + interruptions · (interval / 2 + restart)
+
+To first order an interruption comes at a random moment between two checkpoints, so it loses half an interval on average.
+Source: Young 1974, "A first order approximation to the optimum checkpoint interval", doi:10.1145/361147.361115; Daly 2006,
+doi:10.1016/j.future.2004.11.016. Leaves out: interruptions during repeated work (they matter once an interruption is due
+about as often as a checkpoint), and the wait for a new machine unless it is part of ``restart_seconds``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from costmodel.errors import CostModelError
+from costmodel.units import SECONDS_PER_HOUR
+
+# Above this share of the run lost, the terms of second order that the formula leaves out are no longer small.
+FIRST_ORDER_LIMIT: Final = 0.25
+
+SPOT_WITHOUT_RATE: Final = (
+    "the spot price is used as it is: lost work and restarts are not in it; give --interruptions-per-hour"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpotTerms:
+    """How often a machine is taken away, and how long it takes to go on. ``None``: the run's own start-up time."""
+
+    interruptions_per_hour: float
+    restart_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.interruptions_per_hour) and self.interruptions_per_hour >= 0):
+            raise CostModelError(f"interruptions_per_hour must be a number >= 0, got {self.interruptions_per_hour}")
+        if self.restart_seconds is not None and not (math.isfinite(self.restart_seconds) and self.restart_seconds >= 0):
+            raise CostModelError(f"restart_seconds must be a number >= 0, got {self.restart_seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpotRun:
+    """A run with interruptions, in expectation. ``best_save_interval_seconds``: Young's optimum, where a save takes time."""
+
+    interruptions_per_hour: float
+    restart_seconds: float
+    save_interval_seconds: float
+    num_interruptions: float
+    lost_seconds: float
+    restarting_seconds: float
+    expected_seconds: float
+    expected_usd: float | None
+    best_save_interval_seconds: float | None
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "warnings": list(self.warnings)}
+
+
+def expected_seconds(
+    useful_seconds: float,
+    *,
+    save_seconds: float,
+    save_interval_seconds: float,
+    interruptions_per_hour: float,
+    restart_seconds: float,
+) -> float:
+    """The module's formula; the interruptions are those due while the run works and saves.
+
+    ``save_seconds`` is what one checkpoint takes, ``save_interval_seconds`` the work between two.
+    """
+    working = useful_seconds * (1 + save_seconds / save_interval_seconds)
+    interruptions = interruptions_per_hour * working / SECONDS_PER_HOUR
+    return working + interruptions * (save_interval_seconds / 2 + restart_seconds)
+
+
+def best_save_interval_seconds(save_seconds: float, interruptions_per_hour: float) -> float | None:
+    """``sqrt(2 · save / rate)`` (Young); ``None`` where saving or being interrupted costs nothing."""
+    if save_seconds <= 0 or interruptions_per_hour <= 0:
+        return None
+    return math.sqrt(2 * save_seconds * SECONDS_PER_HOUR / interruptions_per_hour)
+
+
+def spot_run(answer: Mapping[str, Any], terms: SpotTerms) -> SpotRun | None:
+    """The run of an answer (``Estimate.to_dict()``) with interruptions; ``None`` where its total is not known."""
+    total, train, num_steps = answer.get("total_seconds"), answer.get("train_seconds"), answer.get("num_steps")
+    if total is None or not train or not num_steps:
+        return None
+    steps = _steps_between_saves(answer["job"], num_steps)
+    interval = train * (steps or num_steps) / num_steps
+    all_saves = answer.get("save_seconds") or 0.0
+    restart = terms.restart_seconds if terms.restart_seconds is not None else answer.get("startup_seconds") or 0.0
+    save = all_saves * interval / (total - all_saves)  # of one: so that without interruptions the total is the answer's
+    expected = expected_seconds(
+        total - all_saves,
+        save_seconds=save,
+        save_interval_seconds=interval,
+        interruptions_per_hour=terms.interruptions_per_hour,
+        restart_seconds=restart,
+    )
+    interruptions = terms.interruptions_per_hour * total / SECONDS_PER_HOUR
+    warnings = []
+    if steps is None and terms.interruptions_per_hour > 0:
+        warnings.append("no checkpoint is saved: each interruption loses the run so far; set save_strategy")
+    if terms.interruptions_per_hour * (interval / 2 + restart) / SECONDS_PER_HOUR > FIRST_ORDER_LIMIT:
+        warnings.append("interruptions are due about as often as checkpoints: the real cost is higher; save more often")
+    usd = answer.get("total_usd")
+    return SpotRun(
+        interruptions_per_hour=terms.interruptions_per_hour,
+        restart_seconds=restart,
+        save_interval_seconds=interval,
+        num_interruptions=interruptions,
+        lost_seconds=interruptions * interval / 2,
+        restarting_seconds=interruptions * restart,
+        expected_seconds=expected,
+        expected_usd=None if usd is None else usd * expected / total,
+        best_save_interval_seconds=best_save_interval_seconds(save, terms.interruptions_per_hour) if steps else None,
+        warnings=tuple(warnings),
+    )
+
+
+def _steps_between_saves(job: Mapping[str, Any], num_steps: int) -> float | None:
+    """Optimizer steps from one checkpoint to the next; ``None`` where nothing is saved before the end."""
+    strategy = job.get("save_strategy")
+    if strategy == "best":
+        strategy, setting = job.get("eval_strategy"), job.get("eval_steps") or 500
+    else:
+        setting = job.get("save_steps") or 500
+    if strategy == "steps":
+        steps = float(math.ceil(setting * num_steps)) if setting < 1 else float(int(setting))
+    elif strategy == "epoch":
+        steps = num_steps / max(1.0, float(job.get("num_train_epochs") or 1.0))
+    else:
+        return None
+    return steps if steps < num_steps else None

@@ -1,0 +1,358 @@
+"""Begin, end, break off, resume, stop: what the Trainer does to a callback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import TickingClock, tiny_llama, tiny_mixtral, tiny_trainer, training_arguments
+from transformers import TrainerCallback
+
+from costmodel.errors import CostModelError
+from ftcost_callback import FTCostCallback
+from ftcost_callback.callback import process_age_seconds
+from ftcost_callback.expert_load import find_expert_sites
+from ftcost_callback.run_file import read_ledger, read_run
+from ftcost_callback.sinks import InMemorySink
+
+
+def callback(**settings: Any) -> FTCostCallback:
+    measuring = FTCostCallback(**({"sinks": [], "predict": False} | settings))
+    measuring._clock = TickingClock()
+    return measuring
+
+
+def num_hooks(model: Any) -> int:
+    sites = find_expert_sites(model)
+    return (
+        len(model._forward_hooks)
+        + len(model._forward_pre_hooks)
+        + sum(len(site.module._forward_pre_hooks) for site in sites)
+    )
+
+
+class At(TrainerCallback):
+    """Calls a function at the end of one step."""
+
+    def __init__(self, global_step: int, function: Any) -> None:
+        self.global_step = global_step
+        self.function = function
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.global_step:
+            self.function()
+
+
+class BrokenOffError(Exception):
+    pass
+
+
+def break_off() -> None:
+    raise BrokenOffError
+
+
+def test_hooks_and_threads_are_there_during_training_and_gone_after_it(tmp_path: Path) -> None:
+    model = tiny_mixtral()
+    during: list[int] = []
+    threads = threading.active_count()
+    trainer = tiny_trainer(tmp_path, [callback(), At(2, lambda: during.append(num_hooks(model)))], model=model)
+    trainer.train()
+    assert during == [4]  # two on the model, one on each layer's experts
+    assert num_hooks(model) == 0
+    assert threading.active_count() == threads
+
+
+def test_given_as_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    tiny_trainer(tmp_path, [FTCostCallback]).train()
+    record = read_run(tmp_path)
+    assert len(record.steps) == 4
+    assert record.sessions[0].price is None
+    assert record.summary is not None
+    assert record.summary.spent_usd is None
+
+
+def test_given_twice_the_second_does_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = InMemorySink(), InMemorySink()
+    tiny_trainer(tmp_path, [callback(sinks=[first]), callback(sinks=[second])]).train()
+    assert len(first.windows) == 3
+    assert second.sessions == []
+    assert sum("two FTCostCallbacks" in message for message in caplog.messages) == 1
+    assert len(read_run(tmp_path).sessions) == 1
+
+
+def test_a_second_training_is_a_new_run_beside_the_first(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, [callback()])
+    trainer.train()
+    first = read_run(tmp_path)
+    trainer.train()
+    second = read_run(tmp_path)
+    assert first.run_id != second.run_id
+    assert len(second.steps) == 4
+    assert read_run(tmp_path, run_id=first.run_id).steps == first.steps
+
+
+def test_training_that_was_broken_off_leaves_its_rows_and_the_next_begins_clean(tmp_path: Path) -> None:
+    model = tiny_mixtral()
+    measuring = callback()
+    with pytest.raises(BrokenOffError):
+        tiny_trainer(tmp_path, [measuring, At(2, break_off)], model=model).train()
+    broken = read_run(tmp_path)
+    assert [step.global_step for step in broken.steps] == [1, 2]
+    assert broken.summary is None
+    tiny_trainer(tmp_path, [measuring], model=model).train()
+    assert [step.global_step for step in read_run(tmp_path).steps] == [1, 2, 3, 4]
+    assert num_hooks(model) == 0
+
+
+def test_a_fresh_callback_takes_over_a_model_whose_training_was_broken_off(tmp_path: Path) -> None:
+    model = tiny_mixtral()
+    with pytest.raises(BrokenOffError):
+        tiny_trainer(tmp_path, [callback(), At(2, break_off)], model=model).train()
+    tiny_trainer(tmp_path, [callback()], model=model).train()
+    record = read_run(tmp_path)
+    assert len(record.steps) == 4
+    assert {sum(layer) for load in record.expert_loads for layer in load.tokens_per_expert} == {
+        2 * (step.num_non_padding_tokens or 0) for step in record.steps[2:]
+    } | {2 * sum(step.num_non_padding_tokens or 0 for step in record.steps[:2])}
+    assert num_hooks(model) == 0
+
+
+def test_a_batch_size_that_shrinks_is_one_run_with_one_session_for_each_attempt(tmp_path: Path) -> None:
+    model = tiny_llama()
+
+    def too_large(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[0] > 5:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+    users_hook = model.register_forward_pre_hook(too_large, with_kwargs=True)
+    tiny_trainer(
+        tmp_path, [callback()], model=model, per_device_train_batch_size=8, auto_find_batch_size=True, max_steps=3
+    ).train()
+    record = read_run(tmp_path)
+    assert len({session.run_id for session in record.sessions}) == 1
+    assert [session.session_index for session in record.sessions] == [0, 1, 2, 3]  # batches of 8, 7, 6, 5
+    assert [step.global_step for step in record.steps] == [1, 2, 3]
+    assert record.summary is not None
+    assert record.summary.num_sessions == 4
+    assert record.summary.wall_seconds == pytest.approx(record.totals.wall_seconds)
+    users_hook.remove()
+    assert num_hooks(model) == 0
+
+
+def save_run(output_dir: Path, **changes: Any) -> None:
+    tiny_trainer(
+        output_dir, [callback(usd_per_gpu_hour=3.6)], save_strategy="steps", save_steps=2, max_steps=4, **changes
+    ).train()
+
+
+def test_a_resume_goes_on_with_the_run(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    first = read_run(tmp_path)
+    ledger = read_ledger(tmp_path / "checkpoint-2")
+    assert ledger is not None
+    assert (ledger.run_id, ledger.global_step, ledger.totals.num_steps) == (first.run_id, 2, 2)
+    tiny_trainer(tmp_path, [callback(usd_per_gpu_hour=3.6)], max_steps=6).train(resume_from_checkpoint=True)
+    record = read_run(tmp_path)
+    assert record.run_id == first.run_id
+    assert [session.resumed_from_step for session in record.sessions] == [None, 4]
+    assert [step.global_step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert not any(step.repeated for step in record.steps)
+    summary = record.summary
+    assert summary is not None
+    assert summary.num_sessions == 2
+    assert summary.num_tokens == sum(step.num_tokens or 0 for step in record.steps)
+    assert summary.train_seconds == pytest.approx(sum(step.step_seconds for step in record.steps))
+    assert summary.spent_usd == pytest.approx(summary.wall_seconds / 1000)
+    # Rates are this session's.
+    assert summary.step_seconds_mean == pytest.approx(record.steps[-1].step_seconds)
+
+
+def test_steps_done_again_after_an_older_checkpoint_are_waste(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    tiny_trainer(tmp_path, [callback()], max_steps=6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    record = read_run(tmp_path)
+    assert [(step.global_step, step.repeated) for step in record.steps[4:]] == [
+        (3, True), (4, True), (5, None), (6, None),
+    ]  # fmt: skip
+    assert record.summary is not None
+    assert record.summary.wasted_seconds == pytest.approx(sum(step.step_seconds for step in record.steps[4:6]))
+    assert record.summary.num_steps == 8
+
+
+def test_totals_survive_another_machine(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    save_run(here)
+    before = read_ledger(here / "checkpoint-2")
+    assert before is not None
+    moved = there / "somewhere" / "checkpoint-2"
+    shutil.copytree(here / "checkpoint-2", moved)
+    tiny_trainer(there, [callback(usd_per_gpu_hour=7.2)], max_steps=4).train(resume_from_checkpoint=str(moved))
+    record = read_run(there)
+    assert record.run_id == before.run_id
+    assert record.sessions[0].earlier_seconds == before.totals.seconds
+    assert record.summary is not None
+    assert record.summary.num_steps == 4
+    # The first machine at its price, this one at its own.
+    this_session = record.summary.wall_seconds - before.totals.wall_seconds
+    assert record.summary.spent_usd == pytest.approx((before.spent_usd or 0.0) + this_session * 7.2 / 3600)
+
+
+def test_a_checkpoint_without_our_ledger_resumes_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_trainer(tmp_path, [], save_strategy="steps", save_steps=2, max_steps=2).train()
+    sink = InMemorySink()
+    trainer = tiny_trainer(tmp_path, [callback(sinks=[sink])], max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train(resume_from_checkpoint=True)
+    assert sum("holds no ledger of ours" in message for message in caplog.messages) == 1
+    assert sink.session is not None
+    assert (sink.session.resumed_from_step, sink.session.earlier_seconds) == (2, None)
+    assert [step.global_step for step in read_run(tmp_path).steps] == [3, 4]
+    assert read_ledger(tmp_path / "checkpoint-4") is not None
+
+
+def test_a_broken_ledger_does_not_stop_a_resume(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    (tmp_path / "checkpoint-4" / "ftcost_ledger.json").write_text("{")
+    tiny_trainer(tmp_path, [callback()], max_steps=5).train(resume_from_checkpoint=True)
+    assert [step.global_step for step in read_run(tmp_path).steps] == [5]
+
+
+def test_a_budget_stops_and_saves(tmp_path: Path) -> None:
+    sink = InMemorySink()
+    measuring = callback(sinks=[sink], usd_per_gpu_hour=3600.0, budget_usd=0.05, stop_at_budget=True)
+    measuring._billing_started_at = 1000.0
+    measuring._wall_clock = lambda: 1000.0
+    trainer = tiny_trainer(tmp_path, [measuring], max_steps=50)
+    trainer.train()
+    record = read_run(tmp_path)
+    stopped_at = record.steps[-1].global_step
+    assert 1 < stopped_at < 50
+    assert trainer.state.global_step == stopped_at
+    assert (tmp_path / f"checkpoint-{stopped_at}" / "ftcost_ledger.json").exists()
+    assert [(budget.threshold, budget.action) for budget in record.budgets if budget.threshold != "projected"] == [
+        ("50 %", "warned"), ("80 %", "warned"), ("100 %", "stopped"),
+    ]  # fmt: skip
+    assert sink.budgets == record.budgets
+    assert record.summary is not None
+    assert record.summary.status == "stopped_at_budget"
+
+
+def test_a_budget_in_dollars_without_a_price_is_said_to_be_unwatched(tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, [callback(budget_usd=0.001, stop_at_budget=True)]).train()
+    record = read_run(tmp_path)
+    assert len(record.steps) == 4
+    assert record.sessions[0].notes == ["budget_usd is not watched: there is no price; give usd_per_gpu_hour or cloud"]
+
+
+def test_a_dry_run_ends_early(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, [callback(dry_run_steps=3)], max_steps=50)
+    trainer.train()
+    record = read_run(tmp_path)
+    assert trainer.state.global_step == 3
+    assert record.summary is not None
+    assert record.summary.status == "stopped"
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_the_second_prediction_comes_on_the_tokens_seen(tmp_path: Path) -> None:
+    sink = InMemorySink()
+    tiny_trainer(tmp_path, [callback(sinks=[sink], predict=True)], max_steps=24, logging_steps=8).train()
+    record = read_run(tmp_path)
+    (prediction,) = [each for each in record.predictions if each.basis == "tokens_seen"]
+    assert prediction.global_step == 24
+    assert (sink.predictions[-1].basis, sink.predictions[-1].global_step) == ("tokens_seen", 24)
+    real = sum(step.num_non_padding_tokens or 0 for step in record.steps[1:])
+    samples = sum(step.num_samples or 0 for step in record.steps[1:])
+    assert prediction.estimate["job"]["lengths"]["mean"] == pytest.approx(real / samples)
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    sink = InMemorySink()
+    trainer = tiny_trainer(tmp_path, [callback(sinks=[sink], dry_run_steps=2)], max_steps=9)
+    trainer.state.is_world_process_zero = False
+    trainer.is_world_process_zero = lambda: False
+    trainer.train()
+    assert trainer.state.global_step == 2  # a dry run ends on every process
+    assert sink.sessions == []
+    assert not (tmp_path / "_ftcost").exists()
+
+
+def test_the_record_can_stand_elsewhere(tmp_path: Path) -> None:
+    tiny_trainer(tmp_path / "run", [callback(output_dir=tmp_path / "record")]).train()
+    assert len(read_run(tmp_path / "record").steps) == 4
+    assert not (tmp_path / "run" / "_ftcost").exists()
+
+
+def test_a_row_for_each_step_on_request(tmp_path: Path) -> None:
+    sink = InMemorySink()
+    tiny_trainer(tmp_path, [callback(sinks=[sink], wandb_every="step")], max_steps=6, logging_steps=6).train()
+    assert [window.global_step for window in sink.windows] == [2, 3, 4, 5, 6]
+    assert [window.num_steps for window in sink.windows] == [1] * 5
+
+
+def test_steps_between_two_logs_are_one_window(tmp_path: Path) -> None:
+    sink = InMemorySink()
+    tiny_trainer(tmp_path, [callback(sinks=[sink])], max_steps=7, logging_steps=3).train()
+    assert [(window.global_step, window.num_steps) for window in sink.windows] == [(3, 2), (6, 3), (7, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"usd_per_gpu_hour": 0.0}, "usd_per_gpu_hour must be a positive number of dollars"),
+        ({"usd_per_gpu_hour": float("nan")}, "usd_per_gpu_hour must be a positive number of dollars"),
+        ({"budget_usd": -1.0}, "budget_usd must be a number above 0, got -1.0"),
+        ({"window_steps": 0}, "window_steps must be a whole number from 1 on, got 0"),
+        ({"wandb_every": "epoch"}, "wandb_every must be 'log' or 'step', got 'epoch'"),
+        ({"stop_at_budget": True}, "stop_at_budget must be given together with budget_usd or budget_hours"),
+        ({"billing_started_at": "yesterday"}, "billing_started_at must be ISO 8601"),
+        ({"cloud": "no-such-cloud"}, "no-such-cloud"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(CostModelError, match=message):
+        FTCostCallback(**({"sinks": []} | arguments))
+
+
+def test_price_and_billing_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCOST_USD_PER_GPU_HOUR", "1.25")
+    monkeypatch.setenv("FTCOST_BILLING_STARTED_AT", "1970-01-01T01:00:00Z")
+    measuring = FTCostCallback(sinks=[])
+    assert measuring._settings.price is not None
+    assert measuring._settings.price.usd_per_gpu_hour == 1.25
+    assert measuring._billing_started_at == 3600.0
+    assert FTCostCallback(3.0, sinks=[])._settings.price.usd_per_gpu_hour == 3.0  # type: ignore[union-attr]
+    monkeypatch.setenv("FTCOST_USD_PER_GPU_HOUR", "cheap")
+    with pytest.raises(CostModelError, match="FTCOST_USD_PER_GPU_HOUR must be a positive number"):
+        FTCostCallback(sinks=[])
+
+
+def test_the_age_of_this_process() -> None:
+    import time
+
+    age = process_age_seconds(time.time())
+    assert 0 < age < 24 * 3600
+
+
+def test_two_trainings_with_different_prices_do_not_share_a_run(tmp_path: Path) -> None:
+    for price in (1.0, 2.0):
+        tiny_trainer(tmp_path, [callback(usd_per_gpu_hour=price)], max_steps=2).train()
+    lines = (tmp_path / "_ftcost" / "run.jsonl").read_text().splitlines()
+    sessions = [row for row in map(json.loads, lines) if row["type"] == "session"]
+    assert [row["price"]["usd_per_gpu_hour"] for row in sessions] == [1.0, 2.0]
+    assert len({row["run_id"] for row in sessions}) == 2
+
+
+def test_arguments_of_the_trainer_are_left_alone(tmp_path: Path) -> None:
+    arguments = training_arguments(tmp_path)
+    before = arguments.to_dict()
+    trainer = tiny_trainer(tmp_path, [callback()])
+    trainer.train()
+    after = trainer.args.to_dict()
+    assert {name for name in before if before[name] != after[name]} <= {"logging_dir", "run_name"}
+    assert not torch.is_inference_mode_enabled()
