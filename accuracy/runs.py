@@ -18,8 +18,9 @@ from costmodel import xia2024
 from costmodel.catalog import find_gpu, find_model_config
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.errors import CostModelError
-from costmodel.hf_config import Linear, ModelSpec, model_spec_from_config
+from costmodel.hf_config import model_spec_from_config
 from costmodel.lengths import batch_tokens, distribution
+from costmodel.model_spec import Linear, ModelSpec
 from costmodel.specs import GpuSpec, Job, parse_job
 from costmodel.workload import Batch
 
@@ -86,49 +87,23 @@ def with_fused_qkv(model: ModelSpec) -> ModelSpec:
     return replace(model, layers=layers)
 
 
-def _plain_mlp(model: ModelSpec) -> ModelSpec:
-    """Without the gate: two linears in the MLP (Phi, GPT-NeoX)."""
-    layers = tuple(
-        (replace(layer, linears=tuple(each for each in layer.linears if each.leaf != "gate_proj")), count)
-        for layer, count in model.layers
-    )
-    return replace(model, layers=layers)
-
-
-def _llama_shaped(name: str, hidden: int, layers: int, heads: int, width: int, vocab: int, *, bias: bool = False) -> ModelSpec:
-    config = {
-        "model_type": "qwen2" if bias else "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": width,
-        "vocab_size": vocab,
-        "torch_dtype": "bfloat16",
-    }
-    return model_spec_from_config(config, name=name)
-
-
 @cache
 def model_of(name: str) -> ModelSpec:
-    """The counted model. Qwen 1 has Llama's weights under other names; its config counts both halves of the MLP."""
-    name = re.sub(r"-Chat$", "", name) if name.startswith("Qwen/Qwen-") else name
-    if name.startswith("Qwen/Qwen-"):
-        config = find_model_config(name)
-        shape = _llama_shaped(
-            name,
-            config["hidden_size"],
-            config["num_hidden_layers"],
-            config["num_attention_heads"],
-            config["intermediate_size"] // 2,
-            config["vocab_size"],
-            bias=True,
-        )
-        return with_fused_qkv(shape)
+    """The counted model of a row; two that the catalogue lacks are written out."""
+    name = re.sub(r"-Chat$", "", name)
     if name == "microsoft/phi-1_5":
-        return with_fused_qkv(_plain_mlp(_llama_shaped(name, 2048, 24, 32, 8192, 51_200)))
-    if name == "stabilityai/stablelm-base-alpha-3b":  # GPT-NeoX, 16 layers, untied
-        return with_fused_qkv(_plain_mlp(_llama_shaped(name, 4096, 16, 32, 16_384, 50_688)))
+        return with_fused_qkv(model_spec_from_config(find_model_config(name), name=name))  # as litgpt runs it
+    if name == "stabilityai/stablelm-base-alpha-3b":
+        config = {
+            "model_type": "gpt_neox",
+            "hidden_size": 4096,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "intermediate_size": 16_384,
+            "vocab_size": 50_688,
+            "use_parallel_residual": False,
+        }
+        return model_spec_from_config(config, name=name)
     if name.startswith("Llama2-1B"):  # torchao's benchmark script: TinyLlama-sized Llama 2
         return model_spec_from_config(find_model_config("TinyLlama/TinyLlama-1.1B-Chat-v1.0"), name=name)
     return model_spec_from_config(find_model_config(name), name=name)
@@ -243,7 +218,7 @@ def litgpt_runs() -> Iterator[Run]:
             "method": "qlora" if quantized else "lora",
             "dtype": "bfloat16",
             "lora_r": 8,
-            "lora_target_modules": ("qkv_proj",),
+            "lora_target_modules": ("qkv_proj", "query_key_value"),
             "adapter_dtype": "bfloat16",
             "per_device_train_batch_size": int(row["micro_batch"]),
             "gradient_accumulation_steps": int(row["grad_accum"]),
@@ -290,7 +265,7 @@ def qwen_runs() -> Iterator[Run]:
         if not full:
             fields |= {
                 "lora_r": 64,
-                "lora_target_modules": ("qkv_proj", "o_proj", "gate_proj", "up_proj"),
+                "lora_target_modules": ("c_attn", "attn.c_proj", "w1", "w2"),
                 "lora_dropout": 0.05,
             }
         if quantized:
@@ -332,7 +307,7 @@ def swift_runs() -> Iterator[Run]:
         }
         if not full:
             is_qwen = row["model_id"].startswith("Qwen")
-            targets = ("qkv_proj",) if is_qwen else ("q_proj", "k_proj", "v_proj")
+            targets = ("c_attn",) if is_qwen else ("q_proj", "k_proj", "v_proj")
             fields |= {"lora_r": int(row["lora_rank"] or 8), "lora_target_modules": targets, "lora_dropout": 0.05}
         if precision in {"nf4", "gptq-int4"}:
             fields["quantization"] = precision
@@ -340,7 +315,7 @@ def swift_runs() -> Iterator[Run]:
             row["row_id"],
             "ms_swift",
             "full" if full else "QLoRA" if precision != "bf16" else "LoRA",
-            model_of(row["model_id"].replace("-Chat", "") if not row["model_id"].startswith("Qwen") else row["model_id"]),
+            model_of(row["model_id"]),
             row["gpu"],
             fields,
             memory=_memory(row, "reserved", row["peak_reserved_gib"]),

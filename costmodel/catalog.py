@@ -171,9 +171,10 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def smallest_gpu_that_holds(num_bytes: float, *, vendor: str = "NVIDIA", needs_bf16: bool = False) -> GpuSpec | None:
-    """The card with the least memory that is enough, among those with a dated price if there are any; then the cheapest.
+    """The card with the least memory that is enough, of those with a dated price if any has one; of equal ones the cheapest.
 
-    ``None`` where no catalogued card of this vendor (with a bf16 peak, if that is needed) has as much.
+    Cards of one marketed size differ by a few hundred MiB: within 2 % they count as equal. ``None`` where no catalogued
+    card of this vendor (with a bf16 peak, if that is needed) has as much.
     """
     usd_by_gpu: dict[str, float] = {}
     for price in list_prices():
@@ -183,10 +184,10 @@ def smallest_gpu_that_holds(num_bytes: float, *, vendor: str = "NVIDIA", needs_b
         for gpu in list_gpus()
         if gpu.memory_bytes >= num_bytes and gpu.vendor == vendor and (gpu.peak_bf16_flops_per_second or not needs_bf16)
     ]
-    rentable = [gpu for gpu in enough if gpu.name in usd_by_gpu]
-    return min(
-        rentable or enough, key=lambda gpu: (gpu.memory_bytes, usd_by_gpu.get(gpu.name, math.inf), gpu.name), default=None
-    )
+    enough = [gpu for gpu in enough if gpu.name in usd_by_gpu] or enough
+    smallest = min((gpu.memory_bytes for gpu in enough), default=0)
+    equal = [gpu for gpu in enough if gpu.memory_bytes <= 1.02 * smallest]
+    return min(equal, key=lambda gpu: (usd_by_gpu.get(gpu.name, math.inf), gpu.memory_bytes, gpu.name), default=None)
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
@@ -425,13 +426,17 @@ def list_prices() -> tuple[Price, ...]:
 def find_cloud(name: str) -> str:
     """The catalogue's spelling of a cloud's name; :class:`UnknownNameError` if it has no prices here."""
     clouds = sorted({row.price.cloud for row in list_price_rows()})
-    wanted = name.lower().replace(" ", "").replace("-", "")
+    wanted = _bare(name)
     for cloud in clouds:
-        if cloud.lower() == wanted:
+        if _bare(cloud) == wanted:
             return cloud
     if wanted in _CLOUD_ALIASES:
         return _CLOUD_ALIASES[wanted]
     raise UnknownNameError("cloud", name, clouds, way_out="or give the price itself: --usd-per-gpu-hour")
+
+
+def _bare(cloud: str) -> str:
+    return cloud.lower().replace(" ", "").replace("-", "")
 
 
 def bill_usd_per_hour(price: Price, num_gpus: int = 1) -> float:

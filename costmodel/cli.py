@@ -26,6 +26,7 @@ from costmodel.specs import GpuSpec, Job, Lengths
 from costmodel.units import GIB, GIGA, SECONDS_PER_HOUR, TERA
 
 if TYPE_CHECKING:
+    from costmodel.dataset import DatasetEffects, DatasetLengths
     from costmodel.spot import SpotTerms
 
 FITS, INTERNAL_ERROR, WRONG_INPUT, DOES_NOT_FIT, OVER_LIMIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -288,16 +289,13 @@ def _read_text(path: str) -> str:
 
 
 def read_job_file(path: str) -> dict[str, Any]:
-    """The fields of a ``.json`` or ``.yaml`` job file, not validated yet. Raises :class:`CostModelError`."""
-    text = _read_text(path)
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix in (".yaml", ".yml"):
-        job = _parse_yaml(text, path)
-    elif suffix in (".json", ""):
-        job = _parse_json(text, path)
-    else:
-        raise CostModelError(f"{path}: a job file is .json, .yaml or .jsonl, not {suffix}")
-    return _as_job_mapping(job, path)
+    """The fields of a job file, or of another tool's configuration, whose warnings go to stderr. Not validated yet."""
+    from costmodel.importers import import_config
+
+    imported = import_config(path)
+    for warning in imported.all_warnings:
+        _say(warning)
+    return imported.fields
 
 
 def _as_job_mapping(job: Any, where: str) -> dict[str, Any]:
@@ -307,19 +305,35 @@ def _as_job_mapping(job: Any, where: str) -> dict[str, Any]:
     raise CostModelError(f"{where} must hold one job, a mapping of field names to values; it holds {kind}")
 
 
-def _parse_yaml(text: str, where: str) -> Any:
-    import yaml
+# --- data sets --------------------------------------------------------------------------------------------------------
 
-    try:
-        job = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CostModelError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
-    if isinstance(job, dict):
-        # YAML 1.1 reads a bare `no` as false.
-        for name in ("eval_strategy", "save_strategy"):
-            if job.get(name) is False:
-                job[name] = "no"
-    return job
+
+def _count_dataset(path: str, tokenizer: str | None, model: Any) -> DatasetLengths:
+    """The data set's lengths; by the tokenizer in the model's own folder if none is named. A bar on a terminal's stderr."""
+    from costmodel.dataset import read_dataset
+
+    if tokenizer is None and isinstance(model, str) and os.path.isfile(os.path.join(model, "tokenizer.json")):
+        tokenizer = model
+    if not sys.stderr.isatty():
+        return read_dataset(path, tokenizer)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("counting tokens", total=1.0)
+        return read_dataset(path, tokenizer, progress=lambda share: bar.update(task, completed=share))
+
+
+def _dataset_effects(dataset: DatasetLengths, job: Mapping[str, Any]) -> DatasetEffects:
+    """``job``: the answer's, with every default filled."""
+    from costmodel.catalog import find_model_config
+    from costmodel.dataset import dataset_effects
+    from costmodel.defaults import resolve
+    from costmodel.hf_config import model_spec_from_config
+    from costmodel.specs import parse_job
+
+    parsed = parse_job(job)
+    return dataset_effects(dataset, resolve(parsed, model_spec_from_config(find_model_config(parsed.model)))[0])
 
 
 # --- estimate ---------------------------------------------------------------------------------------------------------
@@ -333,7 +347,10 @@ def _field_name(flag: str) -> str:
 _COMMAND_SETTINGS: Final = {"token_normalize_func": _field_name, "help_option_names": ["--help", "-h"]}
 
 _File = Annotated[
-    str | None, typer.Argument(metavar="[FILE]", help="Job file: .json, .yaml, .jsonl (a job a line), or - for stdin.")
+    str | None,
+    typer.Argument(
+        metavar="[FILE]", help="Job file (.json, .yaml, .jsonl: a job a line), - for stdin, or another tool's config."
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")]
 _Markdown = Annotated[bool, typer.Option("--markdown", help="As Markdown.")]
@@ -385,25 +402,27 @@ def _spot_terms(interruptions_per_hour: float | None, restart_seconds: float | N
     return SpotTerms(interruptions_per_hour, restart_seconds)
 
 
-def _with_price_warnings(answer: dict[str, Any], spot: SpotTerms | None = None) -> dict[str, Any]:
-    """What only the day and the options can say about a price: its age, and what interruptions add to it."""
-    from costmodel.catalog import stale_price_warning
-    from costmodel.specs import Price
+def _with_spot(answer: dict[str, Any], spot: SpotTerms | None = None) -> dict[str, Any]:
+    """The answer with what interruptions add to a spot price, or with a warning that they are not in it."""
     from costmodel.spot import SPOT_WITHOUT_RATE, spot_run
 
-    warnings = []
-    price = answer.get("price")
-    if price:
-        warnings.append(stale_price_warning(Price.model_validate(price), _today()))
     is_spot = answer["job"].get("tier") == "spot"
     if spot is not None and not is_spot:
         raise CostModelError("--interruptions-per-hour goes with --tier spot")
-    if price and is_spot:
-        run = spot_run(answer, spot) if spot is not None else None
-        answer["spot"] = run.to_dict() if run else None
-        warnings += run.warnings if run else [SPOT_WITHOUT_RATE] if spot is None else []
-    answer["warnings"] = [*answer.get("warnings", ()), *(warning for warning in warnings if warning)]
-    return answer
+    if not (is_spot and answer.get("price")):
+        return answer
+    run = spot_run(answer, spot) if spot is not None else None
+    warnings = (SPOT_WITHOUT_RATE,) if spot is None else run.warnings if run else ()
+    return {**answer, "spot": run.to_dict() if run else None, "warnings": [*answer["warnings"], *warnings]}
+
+
+def _stale_price(answer: Mapping[str, Any]) -> str | None:
+    """A sentence where the answer's price is old. Not part of the answer, which is the same on every day."""
+    from costmodel.catalog import stale_price_warning
+    from costmodel.specs import Price
+
+    price = answer.get("price")
+    return stale_price_warning(Price.model_validate(price), _today()) if price else None
 
 
 @app.command("estimate", context_settings=_COMMAND_SETTINGS)
@@ -425,28 +444,69 @@ def estimate_command(
     interruptions_per_hour: _Interruptions = None,
     restart_seconds: _Restart = None,
     plot: _Plot = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", metavar="FILE", help="Count lengths: .jsonl, .json, .csv or .parquet.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, to count with.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show where each value came from.")] = False,
     **flags: Any,
 ) -> int:
-    """Will it fit, how long will it take, what will it cost? Flags override the file."""
+    """Will it fit, how long will it take, what will it cost? Flags override the file.
+
+    FILE is a job, an Axolotl, LLaMA-Factory or TRL config, a W&B run's config or a checkpoint folder.
+    """
     fields = job_fields_from_flags(flags)
     spot = _spot_terms(interruptions_per_hour, restart_seconds)
     gpu = _described_gpu(fields.get("gpu"), gpu_memory_gib, gpu_bandwidth_gb_per_second, gpu_bf16_tflops)
     if gpu is not None:
         fields["gpu"] = gpu
     if file is not None and (file == "-" or file.lower().endswith(".jsonl")):
-        if budget_usd is not None or deadline_hours is not None or markdown or plot or spot:
+        if budget_usd is not None or deadline_hours is not None or markdown or plot or spot or dataset or explain:
             raise CostModelError(
-                "--budget-usd, --deadline-hours, --markdown, --plot and --interruptions-per-hour go with a single job"
+                "--budget-usd, --deadline-hours, --markdown, --plot, --interruptions-per-hour, --dataset and --explain go "
+                "with a single job"
             )
         return _estimate_lines(file, fields)
-    job = {**(read_job_file(file) if file is not None else {}), **fields}
+    if tokenizer is not None and dataset is None:
+        raise CostModelError("--tokenizer goes with --dataset")
+    if dataset is not None and "lengths" in fields:
+        raise CostModelError("give --dataset or --lengths, not both")
+    from costmodel.importers import import_config
+
+    imported = import_config(file) if file is not None else None
+    job = {**(imported.fields if imported is not None else {}), **fields}
     if not job:
         raise CostModelError("give a job file, or describe the job with flags: --model, --gpu, ... (see --help)")
 
     from costmodel import report
     from costmodel.estimation import estimate
 
-    answer = _with_price_warnings(estimate(job).to_dict(), spot)
+    counted, decided = None, dict[str, Any]()
+    if dataset is not None:
+        from costmodel.dataset import dataset_fields
+
+        counted = _count_dataset(dataset, tokenizer, job.get("model"))
+        decided = dataset_fields(counted, job, imported)
+    answer = _with_spot(estimate({**job, **decided}).to_dict(), spot)
+    said = [*(imported.all_warnings if imported else ()), *(counted.warnings if counted else ())]
+    filled = [name for name in (imported.assumed if imported else ()) if name not in fields]
+    answer |= {"warnings": [*said, *answer["warnings"]], "assumed": [*filled, *answer["assumed"]]}
+    tables = []
+    if counted is not None:
+        from costmodel.explain import dataset_tables
+
+        effects = _dataset_effects(counted, answer["job"])
+        answer["dataset"] = counted.to_dict() | effects.to_dict()
+        tables += dataset_tables(counted, effects)
+    if explain:
+        from costmodel.explain import explain as explained_values
+        from costmodel.explain import explanation_tables, explanation_to_dict, sources
+
+        values = explained_values(answer, sources(imported, fields, counted, decided))
+        answer["explain"] = explanation_to_dict(values, imported)
+        tables += explanation_tables(values, imported)
     excess = _over_limits(answer, budget_usd, deadline_hours)
     if plot is not None:
         from costmodel import plots
@@ -458,6 +518,11 @@ def estimate_command(
         print(report.to_markdown(answer, today=_today()), end="")
     else:
         report.print_estimate(answer, sys.stdout, today=_today())
+    for table in () if as_json else tables:
+        print()
+        _show(table, markdown)
+    if stale := _stale_price(answer):
+        _say(stale)
     if answer["verdict"] == "does_not_fit":
         _say(report.does_not_fit_sentence(answer))
         return DOES_NOT_FIT
@@ -503,12 +568,14 @@ def _estimate_lines(path: str, fields: Mapping[str, Any]) -> int:
     from costmodel.estimation import estimate
     from costmodel.report import to_json
 
-    num_wrong, had_internal_error = 0, False
+    num_wrong, had_internal_error, stale = 0, False, None
     lines: Iterable[str] = sys.stdin if path == "-" else _read_text(path).splitlines()
     for number, line in _numbered(lines):
         try:
             job = _as_job_mapping(_parse_json(line, f"line {number}"), f"line {number}")
-            text = to_json(_with_price_warnings(estimate({**job, **fields}).to_dict()), indent=None)
+            answer = _with_spot(estimate({**job, **fields}).to_dict())
+            stale = stale or _stale_price(answer)
+            text = to_json(answer, indent=None)
         except (CostModelError, ValidationError) as error:
             num_wrong += 1
             text = to_json({"error": str(error), "line": number}, indent=None)
@@ -518,6 +585,8 @@ def _estimate_lines(path: str, fields: Mapping[str, Any]) -> int:
         sys.stdout.write(text + "\n")
     if num_wrong:
         _say(f'{num_wrong} line{"s are" if num_wrong > 1 else " is"} not a job: see "error" in the answers')
+    if stale:
+        _say(stale)
     return INTERNAL_ERROR if had_internal_error else FITS
 
 
@@ -551,7 +620,7 @@ def compare_command(
     as_is: Annotated[
         bool, typer.Option("--as-is", help="Keep micro-batch and checkpointing; default: each GPU's best at the same batch.")
     ] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Every row, not only the best.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every cloud's offer, not only the cheapest of each GPU.")] = False,
     form: Annotated[
         str | None, typer.Option("--format", metavar="|".join(_FORMATS), help="skypilot: a task's resources: block.")
     ] = None,
@@ -585,8 +654,9 @@ def compare_command(
 
         print(resources_block(candidates if show_all else candidates[:_ROWS_SHOWN]), end="")
     else:
-        limit = None if show_all else _ROWS_SHOWN
-        _show(report.comparison_table(candidates, by=by, today=_today(), limit=limit), form == "markdown")
+        every_offer = show_all or len(candidates) <= _ROWS_SHOWN
+        table = report.comparison_table(candidates, by=by, today=_today(), every_offer=every_offer)
+        _show(table, form == "markdown")
     _say_warnings(candidates)
     if any(candidate.fits for candidate in candidates):
         return FITS
@@ -633,7 +703,8 @@ def optimize_command(
         float | None, typer.Option("--budget-usd", help="The fastest within it; exit code 4 if nothing is.", min=0)
     ] = None,
     deadline_hours: Annotated[
-        float | None, typer.Option("--deadline-hours", help="The cheapest that keeps it; exit code 4 if nothing does.", min=0)
+        float | None,
+        typer.Option("--deadline-hours", help="The cheapest that keeps it; exit code 4 if nothing does.", min=0),
     ] = None,
     free: Annotated[
         str | None, typer.Option("--free", metavar="A,B,...|all", help="Fields of the job that may change though given.")
@@ -767,7 +838,9 @@ def prices_command(
         str | None, typer.Option("--tier", metavar="on_demand|spot|reserved|community", help="Only this tier.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also rows that are never chosen, with the reason.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="Read today's from gpuhunt (extra prices) and keep them.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Read today's from gpuhunt (extra prices) and keep them.")
+    ] = False,
     as_json: _Json = False,
     price_file: _PriceFile = None,
 ) -> int:

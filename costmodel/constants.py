@@ -49,7 +49,7 @@ CEILING_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {"8.6": 0.36e12, "8
 GEFORCE_CEILING_OVER_PEAK: Final = 1.02
 
 # Element-wise traffic: real bytes over bytes counted by hand from the eager operators. Fitted, +-20 % costs one point.
-ELEMENTWISE_FACTOR: Final = 0.96
+ELEMENTWISE_FACTOR: Final = 1.0
 # Cache rule: tensors of w bytes reach DRAM with share w / (w + this * L2), and no less than the floor.
 L2_SHARE: Final = 0.1
 L2_FLOOR: Final = 0.25
@@ -61,9 +61,10 @@ SECONDS_PER_OPERATOR: Final = 3.35e-6
 # One call into a 4- or 8-bit linear (bitsandbytes, GPTQ; 2023-24), in dispatched operators: an autograd function of Python,
 # two or three library calls and the product. A fit of its seconds alone gives 0.05e-3 to 0.11e-3, that is 15 to 32.
 OPERATORS_PER_QUANTIZED_CALL: Final = 25.0
-# Seconds each expert of a Python loop waits for its index, each forward pass. Fitted; 0.6e-3 to 1.5e-3: a property of the
-# implementation (transformers 4).
-SECONDS_PER_EXPERT_VISIT: Final = 1.4e-3
+# Seconds each expert of a Python loop costs beside its operators, each forward pass: finding its tokens, waiting for their
+# number, gathering, scattering and the sorted scatter of the backward. A property of the loop: that of transformers 4 (fitted
+# on Mixtral; 1.0e-3 to 1.5e-3), and the remote code of a family.
+SECONDS_PER_EXPERT_VISIT: Final[dict[str, float]] = {"transformers": 1.4e-3, "blackmamba": 0.6e-3}
 # Dequantisation of one weight, each pass: bytes moved (codes and scales read, 16 bits written). GPTQ fitted: the 2023 kernels
 # unpack through wider intermediates; AWQ is taken to be as slow.
 DEQUANTISATION_BYTES: Final[dict[str, float]] = {
@@ -87,7 +88,7 @@ OPTIMIZER_BYTES_FUSED: Final = (16.0, 28.0)
 LOSS_BYTES_PER_LOGIT: Final[dict[str, float]] = {"stock": 44.0, "chunked": 30.0, "fused": 12.0}
 
 # Host time of other stacks over that of a plain Trainer loop. A new stack is between 1 and 2.5.
-HOST_FACTOR: Final[dict[str, float]] = {"litgpt": 1.2}
+HOST_FACTOR: Final[dict[str, float]] = {"litgpt": 1.25}
 # Stacks whose layers copy from the host in the forward (litgpt's fused query/key/value adapter, 2023): host and device take
 # turns, so their times add.
 WAITING_FRAMEWORKS: Final = frozenset({"litgpt"})

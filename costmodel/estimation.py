@@ -24,7 +24,7 @@ from costmodel.lengths import (
     longest_batch,
 )
 from costmodel.memory import MemoryBreakdown, peak_memory
-from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Price, parse_gpu, parse_job
+from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Lengths, Price, parse_gpu, parse_job
 from costmodel.step_time import StepTime, peak_flops_per_second, step_time
 from costmodel.uncertainty import INTERVAL_LEVEL, memory_interval, step_interval_factor
 from costmodel.units import GIB
@@ -117,14 +117,42 @@ def estimate(job: Job | Mapping[str, Any] | None = None, /, **fields: Any) -> Es
     ``job`` is a :class:`Job` or a mapping with its fields; keyword fields come on top. Needs no GPU, no network, no torch.
     Raises :class:`CostModelError` for input that is wrong or not known, with the way out.
     """
-    parsed = parse_job(_merged(job, fields))
+    return _estimate(parse_job(_merged(job, fields)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSeen:
+    """What the micro-batches of a running job really held, on average; ``longest_tokens`` is the longest sequence so far."""
+
+    num_sequences: float
+    num_tokens: float
+    num_non_padding_tokens: float
+    sum_squared_sequence_tokens: float
+    longest_tokens: int
+    num_supervised_tokens: float | None = None
+
+
+def estimate_from_tokens(job: Job | Mapping[str, Any], seen: TokensSeen) -> Estimate:
+    """The estimate of a job on the micro-batches it was really fed, in place of ``lengths``.
+
+    Raises :class:`CostModelError` as :func:`estimate` does.
+    """
+    return _estimate(parse_job(job), seen)
+
+
+def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
     model = _model_spec(parsed)
     gpu = _gpu(parsed)
+    if seen is not None and parsed.max_length is None:
+        parsed = parsed.model_copy(update={"max_length": seen.longest_tokens})
     resolved, assumed = resolve(parsed, model)
     warnings: list[str] = []
 
     lengths = distribution(parsed.lengths, resolved.max_length) if parsed.lengths else None
     tokens = batch_tokens(resolved, lengths) if lengths else None
+    if seen is not None:
+        tokens = _tokens_seen(resolved, seen, tokens)
+        lengths = lengths or distribution(Lengths(fixed=seen.longest_tokens), resolved.max_length)
     memory = _memory(model, resolved, gpu, lengths, tokens)
     fit = _fit(model, resolved, gpu, lengths, tokens, memory)
     step = step_time(model, resolved, gpu, tokens.expected) if gpu and tokens else None
@@ -132,8 +160,23 @@ def estimate(job: Job | Mapping[str, Any] | None = None, /, **fields: Any) -> Es
     run = _run(model, resolved, gpu, lengths, tokens, step)
     price = _price(parsed, gpu)
     _warn(warnings, parsed, resolved, model, gpu, lengths, tokens, step, fit, run)
-    return _answer(
-        parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, tuple(warnings)
+    return _answer(parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, tuple(warnings))
+
+
+def _tokens_seen(job: ResolvedJob, seen: TokensSeen, planned: BatchTokens | None) -> BatchTokens:
+    """The measured batch; the longest one by the data where that is known, since it may still come."""
+    supervised = seen.num_supervised_tokens
+    head = supervised if job.supervised_positions_only and supervised is not None else seen.num_tokens
+    expected = Batch(seen.num_sequences, seen.num_tokens, seen.sum_squared_sequence_tokens, head)
+    longest = planned.longest if planned else longest_batch(job, job.per_device_train_batch_size, seen.longest_tokens)
+    is_padded = seen.num_tokens > seen.num_non_padding_tokens
+    return BatchTokens(
+        expected=expected,
+        num_non_padding_tokens=seen.num_non_padding_tokens,
+        num_supervised_tokens=supervised,
+        longest=longest,
+        is_padded=planned.is_padded if planned else is_padded,
+        num_samples=planned.num_samples if planned and job.packing else seen.num_sequences,
     )
 
 

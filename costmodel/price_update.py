@@ -163,6 +163,7 @@ def _row(offer: Any, as_of: datetime.date, source: str) -> PriceRow | str:
 
 def gpu_of_offer(provider: str, machine: str, gpu_name: str, memory_gib: float | None) -> GpuSpec | None:
     """The one catalogued product an offer can mean: by its name, its memory, and the form its machine's name gives."""
+    gpu_name = re.sub(r"^RTXPRO(\d+)$", r"RTX PRO \1 Blackwell", gpu_name)
     form = _FORM_IN_NAME.search(machine)
     forms = [form.group().replace("nvlink", "sxm")] if form else []
     forms += [word for cloud, pattern, word in _FORM_BY_MACHINE if cloud == provider and re.match(pattern, machine)]

@@ -121,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 # --- one estimate -----------------------------------------------------------------------------------------------------
 
-_MEMORY_TERMS = (
+MEMORY_TERMS = (
     ("weights_bytes", "weights"),
     ("adapters_bytes", "adapters"),
     ("gradients_bytes", "gradients"),
@@ -136,7 +136,7 @@ _MEMORY_TERMS = (
 def to_text(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None) -> str:
     """Plain text for a terminal without colour. ``today`` gives the price an age."""
     answer = as_answer(estimate)
-    parts = [_headline(answer), *(_table_as_text(table) for table in _tables(answer, today))]
+    parts = [headline(answer), *(_table_as_text(table) for table in _tables(answer, today))]
     parts += [_list_as_text(title, lines) for title, lines in _lists(answer) if lines]
     return "\n\n".join(parts) + "\n"
 
@@ -144,7 +144,7 @@ def to_text(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | No
 def to_markdown(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None) -> str:
     """Markdown for an issue, a pull request or a model card."""
     answer = as_answer(estimate)
-    parts = [f"### {_escaped(_headline(answer))}", *(_table_as_markdown(table) for table in _tables(answer, today))]
+    parts = [f"### {_escaped(headline(answer))}", *(_table_as_markdown(table) for table in _tables(answer, today))]
     for title, lines in _lists(answer):
         if lines:
             parts.append("\n".join([f"**{title}**", "", *(f"- {_escaped(line)}" for line in lines)]))
@@ -162,7 +162,7 @@ def print_estimate(estimate: Estimate | Mapping[str, Any], stream: TextIO, *, to
     answer = as_answer(estimate)
     console = Console(file=stream, highlight=False)
     colour = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}.get(str(answer.get("verdict")), "white")
-    console.print(Text(_headline(answer), style=f"bold {colour}"))
+    console.print(Text(headline(answer), style=f"bold {colour}"))
     for table in _tables(answer, today):
         console.print(_table_for_rich(table))
     for title, lines in _lists(answer):
@@ -176,7 +176,7 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
     """What it needs, what the card has, and the ways out: a smaller batch or sequence, the smallest card that holds it."""
     answer = as_answer(estimate)
     memory = answer["memory"]
-    gpu = _gpu_name(answer)
+    gpu = gpu_name(answer)
     article = "an" if gpu[:1].upper() in "AEFHILMNORSX8" else "a"  # by sound: an H100, an L4, a T4
     capacity = format_gib(memory["capacity_bytes"]).removesuffix(" GiB")
     sentence = f"does not fit: needs {format_gib(memory['peak_device_bytes'])}, {article} {gpu} has {capacity}: "
@@ -199,7 +199,7 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
     return sentence + ", ".join(ways_out)
 
 
-def _gpu_name(answer: Mapping[str, Any]) -> str:
+def gpu_name(answer: Mapping[str, Any]) -> str:
     gpu = answer["job"].get("gpu")
     return str(gpu.get("name", "GPU") if isinstance(gpu, Mapping) else gpu or "GPU")
 
@@ -209,14 +209,14 @@ def _model_name(answer: Mapping[str, Any]) -> str:
     return f"inline {model.get('model_type', 'config')}" if isinstance(model, Mapping) else str(model)
 
 
-def _headline(answer: Mapping[str, Any]) -> str:
+def headline(answer: Mapping[str, Any]) -> str:
     job = answer["job"]
     method = " ".join(str(job[name]) for name in ("method", "quantization") if job.get(name))
     what = ", ".join(part for part in (_model_name(answer), method) if part)
     if not job.get("gpu"):
         return f"{what}: no GPU named"
     verdict = str(answer.get("verdict") or UNKNOWN).replace("_", " ")
-    return f"{what}, {job.get('num_gpus', 1)} x {_gpu_name(answer)}: {verdict}"
+    return f"{what}, {job.get('num_gpus', 1)} x {gpu_name(answer)}: {verdict}"
 
 
 def _tables(answer: Mapping[str, Any], today: datetime.date | None) -> list[Table]:
@@ -327,7 +327,7 @@ def format_age(as_of: str, today: datetime.date | None) -> str:
 def _memory_table(answer: Mapping[str, Any]) -> list[Table]:
     memory = answer.get("memory") or {}
     peak = memory.get("peak_device_bytes")
-    terms = [(label, memory[name]) for name, label in _MEMORY_TERMS if memory.get(name)]
+    terms = [(label, memory[name]) for name, label in MEMORY_TERMS if memory.get(name)]
     if not terms:
         return []
     terms.sort(key=lambda term: -term[1])
@@ -408,13 +408,17 @@ def _value_text(value: Any) -> str:
 
 
 def comparison_table(
-    candidates: Sequence[Candidate], *, by: str = "usd", today: datetime.date | None = None, limit: int | None = None
+    candidates: Sequence[Candidate], *, by: str = "usd", today: datetime.date | None = None, every_offer: bool = True
 ) -> Table:
     """One line for each candidate, best first; ``*`` marks those that no other beats in both dollars and hours.
 
-    With ``limit``, the first so many and those on the front.
+    Without ``every_offer``, the best offer of each GPU and tier, and those on the front.
     """
-    shown = [each for index, each in enumerate(candidates) if limit is None or index < limit or each.on_pareto_front]
+    best: dict[tuple[str, str], Candidate] = {}
+    for each in candidates:
+        best.setdefault((each.gpu, each.price.tier if each.price else ""), each)
+    kept = {id(each) for each in best.values()}
+    shown = [each for each in candidates if every_offer or each.on_pareto_front or id(each) in kept]
     rows = []
     for each in shown:
         answer = each.estimate.to_dict() if each.estimate else {}
@@ -443,7 +447,7 @@ def comparison_table(
     order = "fastest first" if by == "time" else "cheapest first"
     title = f"Same job, {order} (* = nothing is both cheaper and faster)"
     if len(shown) < len(candidates):
-        title += f"; {len(candidates) - len(shown)} more with --all"
+        title += f"; {len(candidates) - len(shown)} dearer offers of these with --all"
     return Table(title, tuple(rows), columns, (3, 6))
 
 

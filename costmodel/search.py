@@ -375,7 +375,7 @@ def _best(tried: Iterable[tuple[Mapping[str, Any], Estimate]]) -> tuple[Mapping[
         for settings, answer in tried
         if _worth(answer)[0] == verdict and _time_of(answer) <= seconds * (1 + INDIFFERENT)
     ]
-    return min(as_good, key=lambda each: (_num_changes(each[0]), each[1].memory.peak_device_bytes, _time_of(each[1])))
+    return min(as_good, key=lambda each: (_num_changes(each[0]), -(each[1].headroom_bytes or 0), _time_of(each[1])))
 
 
 def _num_changes(settings: Mapping[str, Any]) -> int:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from costmodel import constants as c
-from costmodel.adapters import AdaptedLinear, plan_adapters
+from costmodel.adapters import AdaptedLinear, LayerAdapters, plan_adapters
 from costmodel.defaults import ResolvedJob
-from costmodel.hf_config import ModelSpec
+from costmodel.model_spec import Experts, Layer, ModelSpec
 from costmodel.specs import GpuSpec
 from costmodel.units import BYTES_PER_ELEMENT
 from costmodel.workload import (
@@ -131,7 +131,7 @@ def step_time(
         "backward": counted.backward * per_operator * host_factor,
         "optimizer": counted.optimizer * per_operator / accumulation,
     }
-    loop_seconds = counted.expert_visits * c.SECONDS_PER_EXPERT_VISIT + counted.expert_operators * per_operator
+    loop_seconds = counted.expert_visits * _seconds_per_expert_visit(model) + counted.expert_operators * per_operator
     if is_cpu:
         loop_seconds = counted.expert_operators * per_operator
     expert_calls = 0.0
@@ -183,6 +183,10 @@ def _smooth_maximum(device: float, host: float, waits: bool) -> float:
     )
 
 
+def _seconds_per_expert_visit(model: ModelSpec) -> float:
+    return c.SECONDS_PER_EXPERT_VISIT.get(model.family, c.SECONDS_PER_EXPERT_VISIT["transformers"])
+
+
 def _host_factor(job: ResolvedJob) -> float:
     factor = c.HOST_FACTOR.get(job.framework, 1.0)
     return factor * (c.COMPILED_HOST_SHARE if job.torch_compile else 1.0)
@@ -210,116 +214,169 @@ def _device_seconds(
     model: ModelSpec, job: ResolvedJob, gpu: GpuSpec, batch: Batch, rate: float, accumulation: float, is_cpu: bool
 ) -> _Sums:
     sums = _Sums()
-    tokens = batch.num_tokens
     bandwidth = gpu.memory_bandwidth_bytes_per_second * (1.0 if is_cpu else c.BANDWIDTH_EFFICIENCY)
-    compute_bytes = BYTES_PER_ELEMENT[compute_dtype(job)]
-    full = not job.is_peft
-    checkpointing = job.gradient_checkpointing
-    half_rows = 0.0 if is_cpu else c.GEMM_HALF_ROWS
-    work = flops(model, job, batch)
-    adapters = plan_adapters(model, job)
-
-    def product(which: str, group: str, rows: float, width_in: int, width_out: int, times: float) -> None:
-        """``times`` matrix products (rows x in) · (in x out): by FLOPs or by bytes, whichever is longer."""
-        by_flops = 2.0 * rows * width_in * width_out / (rate * rows / (rows + half_rows))
-        by_bytes = compute_bytes * (width_in * width_out + rows * (width_in + width_out)) / bandwidth
-        sums.add(which, group, times * max(by_flops, by_bytes), memory_bound=by_bytes > by_flops)
-
-    def passes_of(skipped_in_recompute: bool, trained: bool) -> tuple[tuple[str, int], ...]:
-        recompute = ("recompute", 0 if skipped_in_recompute or not checkpointing else 1)
-        return (("forward", 1), recompute, ("backward", 2 if trained else 1))
-
-    stream_scale = BYTES_PER_ELEMENT[stream_dtype(job)] / 2
-    cache = gpu.l2_cache_bytes or 0
-
-    def cache_share(rows: float) -> float:
-        """Share of the traffic of ``rows`` tokens' tensors that leaves the cache."""
-        working_set = 4.0 * rows * model.hidden_size
-        return 1.0 if is_cpu else max(c.L2_FLOOR, working_set / (working_set + c.L2_SHARE * cache))
-
-    quantized_weights = 0.0
-    for layer, adapted, count in adapters.runs:
-        for linear in layer.linears:
-            group = "attention_linears" if linear.name.startswith("self_attn.") else "mlp"
-            skipped = full and linear.leaf == "down_proj" and not layer.experts and not job.reentrant_checkpointing
-            for which, times in passes_of(skipped, full):
-                if times:
-                    product(which, group, tokens, linear.in_features, linear.out_features, float(times * count))
-            quantized_weights += count * linear.in_features * linear.out_features
-        attention = layer.attention
-        experts = layer.experts
-        hit = 1.0
-        if experts:
-            hit = expected_experts_hit(experts.num_experts, experts.num_experts_per_tok, tokens)
-            rows = tokens * experts.num_experts_per_tok / hit
-            trains_stack = full or any(p.num_matrices > 1 for p in adapted.parameters)
-            for which, times in passes_of(False, trains_stack):
-                if times:
-                    for width_in, width_out, matrices in (
-                        (experts.hidden_size, experts.intermediate_size, 2),
-                        (experts.intermediate_size, experts.hidden_size, 1),
-                    ):
-                        product(which, "experts", rows, width_in, width_out, float(times * count * matrices) * hit)
-                    product(which, "router", tokens, experts.hidden_size, experts.num_experts, float(times * count))
-            if not job.fused_experts:
-                quantized_weights += count * hit * experts.params_per_expert
-            stacks = sum(p.base_params for p in adapted.parameters if p.num_matrices > 1)
-            if stacks:
-                # the merged copy: read the stack, write and read B·A in the adapter's type, write the sum (12 B a weight),
-                # twice in the forward; its full gradient is written and read for A and for B in the backward
-                for which, visits in (("forward", 2), ("recompute", 2 if checkpointing else 0), ("backward", 1)):
-                    sums.add(which, "adapter_merge", count * visits * 12.0 * stacks / bandwidth, memory_bound=True)
-        fused = job.torch_compile or job.use_liger_kernel
-        width = attention.query_width + attention.kv_width
-        if fused:
-            moved = 14.0 * model.hidden_size + 8.0 * width + 6.0 * layer.mlp_width
-        else:
-            moved = 84.0 * model.hidden_size + 22.0 * width + 10.0 * layer.mlp_width
-        moved *= stream_scale
-        forward_only, backward_only = _adapter_traffic(job, adapted.linears)
-        share = count * c.ELEMENTWISE_FACTOR * cache_share(tokens) * tokens / bandwidth
-        traffic = {"forward": share * (moved + forward_only), "backward": share * (2 * moved + backward_only)}
-        if experts:
-            per_row = (6.0 if fused else 10.0) * experts.intermediate_size + 24.0 * experts.hidden_size
-            forward_only, backward_only = _adapter_traffic(job, adapted.expert_linears)
-            rows = tokens * experts.num_experts_per_tok
-            share = count * c.ELEMENTWISE_FACTOR * cache_share(rows / hit) * rows / bandwidth
-            traffic["forward"] += share * (per_row + forward_only)
-            traffic["backward"] += share * (2 * per_row + backward_only)
-        sums.add("forward", "elementwise", traffic["forward"], memory_bound=True)
-        if checkpointing:
-            sums.add("recompute", "elementwise", traffic["forward"], memory_bound=True)
-        sums.add("backward", "elementwise", traffic["backward"], memory_bound=True)
+    device = _Device(sums, rate, bandwidth, 0.0 if is_cpu else c.GEMM_HALF_ROWS, BYTES_PER_ELEMENT[compute_dtype(job)])
+    cache = None if is_cpu else (gpu.l2_cache_bytes or 0)
+    for layer, adapted, count in plan_adapters(model, job).runs:
+        _add_products(device, job, layer, adapted, count, batch.num_tokens)
+        _add_elementwise(device, model, job, layer, adapted, count, batch.num_tokens, cache)
         if attention_kernel(job, layer) != "fused":
             # the score matrix goes through memory: product, scale, mask, softmax, cast, product
-            moved = 24.0 * attention.num_heads * batch.num_attended_pairs
-            for which, times in (("forward", 1.0), ("recompute", 1.0 if checkpointing else 0.0), ("backward", 2.0)):
-                sums.add(which, "attention_scores", count * times * moved / bandwidth, memory_bound=True)
-
-    causal = 0.5  # half of the square that the FLOP count holds
-    attention_rate = rate * (1.0 if is_cpu else c.ATTENTION_EFFICIENCY)
-    for which, counted in (("forward", work.forward), ("recompute", work.recompute), ("backward", work.backward)):
-        sums.add(which, "attention_scores", causal * counted["attention_scores"] / attention_rate)
-        sums.add(which, "adapters", counted["adapters"] / rate)
-        if counted["adapter_merge"]:
-            sums.add(which, "adapter_merge", counted["adapter_merge"] / rate)
-    sums.add("forward", "head_and_loss", work.forward["head"] / rate)
-    sums.add("backward", "head_and_loss", work.backward["head"] / rate)
+            moved = count * 24.0 * layer.attention.num_heads * batch.num_attended_pairs
+            _add_traffic(device, job, "attention_scores", moved, 2 * moved)
+    _add_counted_flops(device, model, job, batch, rate if is_cpu else rate * c.ATTENTION_EFFICIENCY)
     per_logit = c.LOSS_BYTES_PER_LOGIT[job.fused_loss or "stock"]
     loss = per_logit * batch.num_head_tokens * model.vocab_size / bandwidth
     sums.add("forward", "head_and_loss", loss * 0.4, memory_bound=True)
     sums.add("backward", "head_and_loss", loss * 0.6, memory_bound=True)
-
     if job.quantization:
-        per_weight = _dequantisation_seconds_per_weight(job.quantization, gpu)
-        for which in ("forward", "backward", *(("recompute",) if checkpointing else ())):
-            sums.add(which, "dequantisation", quantized_weights * per_weight)
-
+        seconds = device.quantized_weights * _dequantisation_seconds_per_weight(job.quantization, gpu)
+        for which in ("forward", "backward", *(("recompute",) if job.gradient_checkpointing else ())):
+            sums.add(which, "dequantisation", seconds)
     trained = num_trainable_params(model, job)
     trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
-    per_element = (c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED)[trained_bytes == 4]
-    sums.add("optimizer", "optimizer", trained * per_element / bandwidth / accumulation, memory_bound=True)
+    moves = c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED
+    seconds = trained * moves[trained_bytes == 4] / bandwidth / accumulation
+    sums.add("optimizer", "optimizer", seconds, memory_bound=True)
     return sums
+
+
+@dataclass(slots=True)
+class _Device:
+    """The rates of the device, and what has been put on it so far."""
+
+    sums: _Sums
+    flops_per_second: float
+    bytes_per_second: float
+    half_rows: float
+    compute_bytes: int
+    quantized_weights: float = 0.0  # that one pass dequantises
+
+    def product(self, which: str, group: str, rows: float, width_in: int, width_out: int, times: float) -> None:
+        """``times`` matrix products (rows x in) · (in x out): by FLOPs or by bytes, whichever is longer."""
+        by_flops = 2.0 * width_in * width_out * (rows + self.half_rows) / self.flops_per_second
+        by_bytes = self.compute_bytes * (width_in * width_out + rows * (width_in + width_out)) / self.bytes_per_second
+        if times:
+            self.sums.add(which, group, times * max(by_flops, by_bytes), memory_bound=by_bytes > by_flops)
+
+
+def _add_products(
+    device: _Device, job: ResolvedJob, layer: Layer, adapted: LayerAdapters, count: int, tokens: float
+) -> None:
+    """Linears, experts and routers of ``count`` equal layers, each pass."""
+    full, checkpointing = not job.is_peft, job.gradient_checkpointing
+    for linear in layer.linears:
+        group = "attention_linears" if linear.is_mixer else "router" if linear.place == "router" else "mlp"
+        # without re-entering, the recompute stops at the last saved tensor, and nothing is saved after the last linear
+        skipped = full and linear.place == "mlp_out" and not layer.experts and not job.reentrant_checkpointing
+        passes = {"forward": 1, "recompute": int(checkpointing and not skipped), "backward": 2 if full else 1}
+        for which, times in passes.items():
+            device.product(which, group, tokens, linear.in_features, linear.out_features, float(times * count))
+        device.quantized_weights += count * linear.in_features * linear.out_features
+    for experts in layer.all_experts:
+        hit, rows = _expert_rows(experts, tokens)
+        trains_stack = full or any(each.num_matrices > 1 for each in adapted.parameters)
+        passes = {"forward": 1, "recompute": int(checkpointing), "backward": 2 if trains_stack else 1}
+        hidden, width = experts.hidden_size, experts.intermediate_size
+        for which, times in passes.items():
+            device.product(which, "experts", rows, hidden, width, times * count * (experts.num_matrices - 1) * hit)
+            device.product(which, "experts", rows, width, hidden, times * count * hit)
+            if experts.router_params:
+                device.product(which, "router", tokens, hidden, experts.num_experts, float(times * count))
+        if not job.fused_experts:
+            device.quantized_weights += count * hit * experts.params_per_expert
+    stacks = sum(each.base_params for each in adapted.parameters if each.num_matrices > 1)
+    if stacks:
+        # peft's merged copy: read the stack, write and read B·A in the adapter's type, write the sum (12 B a weight), twice
+        # in the forward; the stack's full gradient is written and read for A and for B in the backward
+        _add_traffic(device, job, "adapter_merge", count * 24.0 * stacks, count * 12.0 * stacks)
+
+
+def _expert_rows(experts: Experts, tokens: float) -> tuple[float, float]:
+    """(experts that are visited, tokens in each)."""
+    hit = expected_experts_hit(experts.num_experts, experts.num_experts_computed, tokens)
+    return hit, tokens * experts.num_experts_computed / hit
+
+
+def _add_traffic(device: _Device, job: ResolvedJob, group: str, forward_bytes: float, backward_bytes: float) -> None:
+    device.sums.add("forward", group, forward_bytes / device.bytes_per_second, memory_bound=True)
+    if job.gradient_checkpointing:
+        device.sums.add("recompute", group, forward_bytes / device.bytes_per_second, memory_bound=True)
+    device.sums.add("backward", group, backward_bytes / device.bytes_per_second, memory_bound=True)
+
+
+def _add_elementwise(
+    device: _Device,
+    model: ModelSpec,
+    job: ResolvedJob,
+    layer: Layer,
+    adapted: LayerAdapters,
+    count: int,
+    tokens: float,
+    cache_bytes: int | None,
+) -> None:
+    """Norms, rotations, activations, residuals, adapters: bytes a token counted by hand, less what stays in the cache."""
+
+    def leaving_cache(rows: float) -> float:
+        """Bytes that ``rows`` rows of one byte each send to memory: their share of the working set beside the cache's."""
+        if cache_bytes is None:
+            return rows
+        working_set = 4.0 * rows * model.hidden_size
+        return rows * max(c.L2_FLOOR, working_set / (working_set + c.L2_SHARE * cache_bytes))
+
+    moved = _layer_traffic(model, job, layer)
+    adapters_forward, adapters_backward = _adapter_traffic(job, adapted.linears)
+    scale = count * c.ELEMENTWISE_FACTOR * leaving_cache(tokens)
+    forward, backward = scale * (moved + adapters_forward), scale * (2 * moved + adapters_backward)
+    is_fused = job.torch_compile or job.use_liger_kernel
+    for experts in layer.all_experts:
+        hit, rows = _expert_rows(experts, tokens)
+        moved = _activation_bytes(is_fused, experts.is_gated) * experts.intermediate_size + 24.0 * experts.hidden_size
+        adapters_forward, adapters_backward = _adapter_traffic(job, adapted.expert_linears)
+        scale = count * c.ELEMENTWISE_FACTOR * hit * leaving_cache(rows)
+        forward += scale * (moved + adapters_forward)
+        backward += scale * (2 * moved + adapters_backward)
+    _add_traffic(device, job, "elementwise", forward, backward)
+
+
+# Bytes that a norm moves for each element of a 16-bit tensor, forward: in Python it goes through fp32 (cast, square, mean,
+# scale, cast back, weight), in one kernel it is read and written once.
+_NORM_BYTES = {"rms": 36.0, "rms_offset": 40.0, "layer": 4.0, "cohere": 36.0}
+
+
+def _activation_bytes(is_fused: bool, is_gated: bool) -> float:
+    if is_gated:
+        return 6.0 if is_fused else 10.0
+    return 4.0 if is_fused else 6.0
+
+
+def _layer_traffic(model: ModelSpec, job: ResolvedJob, layer: Layer) -> float:
+    """Element-wise bytes of one layer for each token, forward, outside routed experts and adapters."""
+    is_fused = job.torch_compile or job.use_liger_kernel
+    attention = layer.attention
+    has_mixer = bool(attention.num_heads or layer.scan)
+    has_feed_forward = bool(layer.mlp_width or layer.experts)
+    num_residuals = has_mixer + has_feed_forward
+    norms = sum((4.0 if is_fused else _NORM_BYTES.get(norm.kind, 36.0)) * norm.width for norm in layer.norms)
+    residuals = (3.0 if is_fused else 6.0) * model.hidden_size * num_residuals
+    rotation = (8.0 if is_fused else 22.0) * (attention.query_width + attention.kv_width)
+    # convolution, gate and scan, each in one kernel (the mixers' own libraries)
+    scan = 24.0 * layer.scan.channels if layer.scan else 0.0
+    mlp = _activation_bytes(is_fused, layer.is_gated) * layer.mlp_width
+    return (norms + residuals + rotation + scan + mlp) * BYTES_PER_ELEMENT[stream_dtype(job)] / 2
+
+
+def _add_counted_flops(device: _Device, model: ModelSpec, job: ResolvedJob, batch: Batch, attention_rate: float) -> None:
+    """Attention, adapters and head, from the FLOP count. A causal kernel does half of the square that the count holds."""
+    rate, sums = device.flops_per_second, device.sums
+    work = flops(model, job, batch)
+    for which, counted in (("forward", work.forward), ("recompute", work.recompute), ("backward", work.backward)):
+        sums.add(which, "attention_scores", 0.5 * counted["attention_scores"] / attention_rate)
+        sums.add(which, "adapters", counted["adapters"] / rate)
+        if counted["adapter_merge"]:
+            sums.add(which, "adapter_merge", counted["adapter_merge"] / rate)
+        if counted["head"]:
+            sums.add(which, "head_and_loss", counted["head"] / rate)
 
 
 def _dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec) -> float:

@@ -15,20 +15,21 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
-from costmodel.specs import Price
+from costmodel.specs import GpuSpec, Price, parse_gpu
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.live_run import LiveRun
 from ftcost_callback.records import PauseKind
 from ftcost_callback.run_file import read_ledger, read_run, run_file_path
 from ftcost_callback.session_plan import Identity, Plan, Settings, new_run_id
 from ftcost_callback.sinks.base import Sink
+from ftcost_callback.wandb_guard import open_run_or_offline
 
 _log = logging.getLogger("ftcost_callback")
 
@@ -70,8 +71,10 @@ class FTCostCallback(TrainerCallback):
     seconds or ``datetime``; also ``FTCOST_BILLING_STARTED_AT``); default: the start of this process.
     ``window_steps``: steps that count as recent. ``skip_first_steps``: steps of each session left out of rates.
     ``dry_run_steps``: stop after so many steps. ``profile_steps``: measure forward-backward and optimizer apart in the
-    first so many steps, which waits for the device there. ``wandb_every``: "log" or "step". ``output_dir``: where
-    ``_ftcost/run.jsonl`` goes, if not the Trainer's.
+    first so many steps, which waits for the device there. ``wandb_every``: "log" or "step". ``gpu``: a catalogue name, or a
+    described device (what ``probe_cpu()`` returns, say), in place of what is recognised. ``output_dir``: where
+    ``_ftcost/run.jsonl`` goes, if not the Trainer's. ``wandb_guard``: open the W&B run ourselves, offline if its server
+    cannot be reached, so that this cannot end training. ``sinks``: in place of console and W&B.
 
     Raises :class:`CostModelError` for a wrong argument; after construction it never raises.
     """
@@ -99,6 +102,7 @@ class FTCostCallback(TrainerCallback):
         wandb_guard: bool = False,
         detail: Literal["default", "full"] = "default",
         peak_flops_per_second: float | None = None,
+        gpu: str | Mapping[str, Any] | GpuSpec | None = None,
         output_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         for name, value in (("window_steps", window_steps), ("dry_run_steps", dry_run_steps)):
@@ -140,12 +144,14 @@ class FTCostCallback(TrainerCallback):
             expert_load=expert_load,
             wandb_every=wandb_every,
             peak_flops_per_second=peak_flops_per_second,
+            gpu=_given_gpu(gpu),
         )
         self._dry_run_steps = dry_run_steps
         self._billing_started_at = _epoch_seconds(
             billing_started_at if billing_started_at is not None else os.environ.get(BILLING_VARIABLE) or None
         )
-        self._sinks: list[Sink] = list(sinks) if sinks is not None else _default_sinks(detail, wandb_guard)
+        self._sinks: list[Sink] = list(sinks) if sinks is not None else _default_sinks(detail)
+        self._wandb_guard = wandb_guard
         self._output_dir = output_dir
         self._clock: Callable[[], float] = time.monotonic
         self._wall_clock: Callable[[], float] = time.time
@@ -155,6 +161,12 @@ class FTCostCallback(TrainerCallback):
         self._begun_at_step = 0
         self._train_batch_size: int | None = None
         self._has_begun = False
+
+    @_guarded
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Before on_train_begin, where transformers' own W&B callback comes first.
+        if self._wandb_guard and args.process_index == 0:
+            self._boundary.call("W&B guard", lambda: open_run_or_offline(args))
 
     # --- begin and end ------------------------------------------------------------------------------------------------
 
@@ -203,6 +215,7 @@ class FTCostCallback(TrainerCallback):
             "eval_dataset": getattr(kwargs.get("eval_dataloader"), "dataset", None),
             "processing_class": kwargs.get("processing_class"),
             "data_collator": getattr(loader, "collate_fn", None),
+            "gpu": self._settings.gpu,
         }
         self._run.begin(objects, startup_seconds=startup_seconds, started_at=started_at)
 
@@ -398,6 +411,17 @@ def _require(is_right: bool, name: str, value: object, wanted: str) -> None:
         raise CostModelError(f"{name} must be {wanted}, got {value!r}")
 
 
+def _given_gpu(gpu: str | Mapping[str, Any] | GpuSpec | None) -> str | Mapping[str, Any] | None:
+    """Checked here, so that a wrong name is said before the training starts. Raises :class:`CostModelError`."""
+    if gpu is None:
+        return None
+    if isinstance(gpu, str):
+        from costmodel.catalog import find_gpu
+
+        return find_gpu(gpu).name
+    return parse_gpu(gpu).model_dump(exclude_none=True)
+
+
 def _given_price(usd_per_gpu_hour: float | None, *, look_in_environment: bool) -> Price | None:
     value: Any = usd_per_gpu_hour
     source = "given"
@@ -440,7 +464,7 @@ def _moment_from_text(text: str) -> float | datetime.datetime:
         ) from None
 
 
-def _default_sinks(detail: Literal["default", "full"], wandb_guard: bool) -> list[Sink]:
+def _default_sinks(detail: Literal["default", "full"]) -> list[Sink]:
     from ftcost_callback.sinks import ConsoleSink, WandbSink
 
     return [ConsoleSink(), WandbSink(detail)]

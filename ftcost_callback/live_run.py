@@ -44,10 +44,10 @@ from ftcost_callback.records import (
 from ftcost_callback.reporting import (
     Standing,
     completed_row,
-    lengths_seen,
     measured_of,
     mfu_and_hfu,
     summary_of,
+    tokens_seen,
     window_of,
 )
 from ftcost_callback.run_file import Ledger, RunFile, run_file_path, write_ledger
@@ -156,8 +156,8 @@ class LiveRun:
         call("token counter", lambda: self._attach_counters(objects["model"], notes))
         call("GPU sampler", lambda: self._start_sampler(notes))
         model_facts = call("model facts", lambda: _trainer_adapter().model_facts(objects["model"]))
-        device_facts = call("device facts", self._device_facts)
         self._job = call("job", lambda: self._read_job(objects, notes))
+        device_facts = call("device facts", self._device_facts)
         if self._settings.predict and self._job is not None:
             self._first_prediction = self._prediction = call("prediction", lambda: self._predict("before", notes))
         price = call("price", lambda: self._resolve_price(notes))
@@ -250,7 +250,11 @@ class LiveRun:
         self._boundary.on_failure("GPU sampler", sampler.close)
 
     def _device_facts(self) -> dict[str, Any]:
-        facts = dict(_trainer_adapter().device_facts(self._device))
+        dtype = None
+        if self._job is not None:  # the type its matrix products run in decides the peak
+            autocast = "bfloat16" if self._job.get("bf16") else "float16" if self._job.get("fp16") else None
+            dtype = autocast or self._job.get("dtype")
+        facts = dict(_trainer_adapter().device_facts(self._device, gpu=self._settings.gpu, dtype=dtype))
         if self._settings.peak_flops_per_second is not None:
             facts |= {"peak_flops_per_second": self._settings.peak_flops_per_second, "peak_source": "given"}
         self._peak_flops_per_second = facts.get("peak_flops_per_second")
@@ -271,17 +275,20 @@ class LiveRun:
         return job
 
     def _predict(self, basis: Literal["before", "tokens_seen"], notes: list[str]) -> Prediction | None:
-        from costmodel.estimation import estimate
+        from costmodel.estimation import estimate, estimate_from_tokens
 
         assert self._job is not None
         job = dict(self._job)
-        if basis == "tokens_seen":
-            seen = lengths_seen(self.recorder.session)
-            job = {"max_length": seen["lengths"]["max"], **job, **seen}
         if self._settings.calibration is not None:
             job["calibration"] = self._settings.calibration
         try:
-            answer: dict[str, Any] = estimate(job).to_dict()
+            if basis == "tokens_seen":
+                seen = tokens_seen(self.recorder.session)
+                if seen is None:
+                    return None
+                answer: dict[str, Any] = estimate_from_tokens(job, seen).to_dict()
+            else:
+                answer = estimate(job).to_dict()
         except CostModelError as refusal:
             notes.append(f"no prediction: {refusal}")
             return None
@@ -407,7 +414,11 @@ class LiveRun:
             self._pending.popleft()
             counts = self._boundary.call("token counter", step.tokens.read)
             timing = self.recorder.step(
-                step.global_step, data_wait_seconds=step.data_wait_seconds, tokens=counts, ended_at=ended_at
+                step.global_step,
+                data_wait_seconds=step.data_wait_seconds,
+                tokens=counts,
+                ended_at=ended_at,
+                num_micro_batches=step.num_micro_batches,
             )
             self._note_missing_tokens(timing.tokens)
             if self._expert_tokens is not None:
@@ -639,7 +650,7 @@ class LiveRun:
             and self._job is not None
             and not self._has_predicted_again
             and self.recorder.session.num_steps >= STEPS_BEFORE_SECOND_PREDICTION
-            and bool(lengths_seen(self.recorder.session))
+            and tokens_seen(self.recorder.session) is not None
         )
 
     def _predict_again(self) -> None:

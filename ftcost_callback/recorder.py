@@ -52,7 +52,14 @@ class Totals:
     @property
     def wall_seconds(self) -> float:
         """Sum of the six buckets."""
-        return float(sum(getattr(self, bucket) for bucket in BUCKETS))
+        return (
+            self.train_seconds
+            + self.eval_seconds
+            + self.save_seconds
+            + self.log_seconds
+            + self.startup_seconds
+            + self.other_seconds
+        )
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -108,6 +115,7 @@ class StepTiming:
     elapsed_seconds: float
     repeated: bool
     is_warm_up: bool
+    num_micro_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +125,7 @@ class StepAggregate:
     num_steps: int = 0
     step_seconds_sum: float = 0.0
     data_wait_seconds_sum: float = 0.0
+    num_micro_batches: int = 0
     num_tokens: int | None = 0
     num_non_padding_tokens: int | None = 0
     num_supervised_tokens: int | None = 0
@@ -132,6 +141,7 @@ class StepAggregate:
             num_steps=self.num_steps + 1,
             step_seconds_sum=self.step_seconds_sum + timing.step_seconds,
             data_wait_seconds_sum=self.data_wait_seconds_sum + timing.data_wait_seconds,
+            num_micro_batches=self.num_micro_batches + timing.num_micro_batches,
             num_tokens=_sum(self.num_tokens, tokens.num_tokens),
             num_non_padding_tokens=_sum(self.num_non_padding_tokens, tokens.num_non_padding_tokens),
             num_supervised_tokens=_sum(self.num_supervised_tokens, tokens.num_supervised_tokens),
@@ -215,6 +225,7 @@ class StepRecorder:
         data_wait_seconds: float = 0.0,
         tokens: TokenCounts | None = None,
         ended_at: float | None = None,
+        num_micro_batches: int = 1,
     ) -> StepTiming:
         """One optimizer step ends now, or ended at ``ended_at`` (clock time, when a device tells later)."""
         counts = tokens if tokens is not None else TokenCounts()
@@ -238,6 +249,7 @@ class StepRecorder:
             elapsed_seconds=self.totals.wall_seconds,
             repeated=repeated,
             is_warm_up=self._num_session_steps <= self._skip_first_steps,
+            num_micro_batches=num_micro_batches,
         )
         if not timing.is_warm_up:
             self._recent.append((seconds, counts.num_tokens))

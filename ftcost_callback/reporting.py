@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from costmodel.estimation import TokensSeen
 from ftcost_callback.comparison import Comparison, Measured, compare
 from ftcost_callback.expert_balance import ExpertBalance
 from ftcost_callback.projection import Projection
@@ -86,15 +87,22 @@ def measured_of(
     )
 
 
-def lengths_seen(steps: StepAggregate) -> dict[str, Any]:
-    """Job fields from the tokens of the measured steps; empty when they were not shown."""
-    real, samples, longest = steps.num_non_padding_tokens, steps.num_samples, steps.longest_sequence_tokens
-    if not real or not samples or longest is None:
-        return {}
-    fields: dict[str, Any] = {"lengths": {"mean": min(real / samples, float(longest)), "max": longest}}
-    if steps.num_supervised_tokens:
-        fields["supervised_fraction"] = min(1.0, steps.num_supervised_tokens / real)
-    return fields
+def tokens_seen(steps: StepAggregate) -> TokensSeen | None:
+    """The mean micro-batch of the measured steps, for a second prediction; ``None`` when its tokens were not shown."""
+    real, computed, samples = steps.num_non_padding_tokens, steps.num_tokens, steps.num_samples
+    squares, longest = steps.sum_squared_sequence_tokens, steps.longest_sequence_tokens
+    batches = steps.num_micro_batches
+    if not (batches and real and computed and samples and squares) or longest is None:
+        return None
+    supervised = steps.num_supervised_tokens
+    return TokensSeen(
+        num_sequences=samples / batches,
+        num_tokens=computed / batches,
+        num_non_padding_tokens=real / batches,
+        sum_squared_sequence_tokens=squares / batches,
+        longest_tokens=longest,
+        num_supervised_tokens=supervised / batches if supervised is not None else None,
+    )
 
 
 def window_of(standing: Standing) -> Window:

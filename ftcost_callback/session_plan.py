@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ class Settings:
     expert_load: bool = True
     wandb_every: Literal["log", "step"] = "log"
     peak_flops_per_second: float | None = None
+    gpu: str | Mapping[str, Any] | None = None  # catalogue name or described device, in place of the recognised one
 
     def budget_row(self) -> dict[str, Any] | None:
         """For the session row; ``None`` without a budget."""

@@ -163,24 +163,30 @@ class TokenCounter:
         }
         on_host: dict[str, Any] = {}
         on_device: dict[str, Tensor] = {}
-        for name, values in parts.items():
-            if any(value is None for value in values):
-                continue
-            if any(isinstance(value, Tensor) for value in values):
-                on_device[name] = _combined_on_device(values, largest=name == "longest_sequence_tokens")
-            else:
-                on_host[name] = max(values) if name == "longest_sequence_tokens" else sum(values)
         with torch.no_grad():
+            for name, values in parts.items():
+                if any(value is None for value in values):
+                    continue
+                if any(isinstance(value, Tensor) for value in values):
+                    on_device[name] = _combined_on_device(values, largest=name == "longest_sequence_tokens")
+                else:
+                    on_host[name] = max(values) if name == "longest_sequence_tokens" else sum(values)
             stacked = torch.stack(list(on_device.values())) if on_device else None
         return PendingTokens(TokenCounts(**on_host), tuple(on_device), stacked)
 
 
 def _combined_on_device(values: list[Any], *, largest: bool) -> Tensor:
-    """Sum (or maximum) of numbers and 0-dim tensors of one device, as a 0-dim int64 tensor."""
-    tensors = [value.detach().reshape(-1)[0].long() for value in values if isinstance(value, Tensor)]
+    """Sum (or maximum) of numbers and one-element tensors of one device, as a 0-dim int64 tensor."""
+    tensors = [_whole_number(value) for value in values if isinstance(value, Tensor)]
     numbers = [int(value) for value in values if not isinstance(value, Tensor)]
-    combined = torch.stack(tensors)
-    if largest:
-        result = combined.max()
-        return result.clamp(min=max(numbers)) if numbers else result
-    return combined.sum() + sum(numbers)
+    combined = tensors[0]
+    for tensor in tensors[1:]:
+        combined = torch.maximum(combined, tensor) if largest else combined + tensor
+    if not numbers:
+        return combined
+    return combined.clamp(min=max(numbers)) if largest else combined + sum(numbers)
+
+
+def _whole_number(value: Tensor) -> Tensor:
+    # The Trainer's count comes as a float, and repeated for each replica.
+    return value if value.dim() == 0 and value.dtype == torch.long else value.detach().reshape(-1)[0].long()

@@ -21,7 +21,9 @@ TOOLS: Final = ("job", "axolotl", "llamafactory", "trl", "checkpoint", "wandb")
 
 _JOB_KEYS: Final = frozenset(Job.model_fields) | Job._accepted_aliases()
 # No training tool has these at the top of its file.
-_JOB_MARKERS: Final = frozenset({"model", "gpu", "lengths", "num_samples", "usd_per_gpu_hour", "supervised_fraction", "method"})
+_JOB_MARKERS: Final = frozenset(
+    {"model", "gpu", "lengths", "num_samples", "usd_per_gpu_hour", "supervised_fraction", "method"}
+)
 # Names of the Hugging Face Trainer that none of the others shares.
 _TRAINER_MARKERS: Final = frozenset(
     {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir", "max_steps"}
@@ -42,9 +44,9 @@ def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     keys = set(config)
     if wandb_config.is_wrapped(config):
         return "wandb"
-    if "base_model" in keys or len(keys & axolotl.MARKERS) >= 2 and not keys & {"model_name_or_path", "model"}:
+    if "base_model" in keys or (len(keys & axolotl.MARKERS) >= 2 and not keys & {"model_name_or_path", "model"}):
         return "axolotl"
-    if keys & _JOB_MARKERS or (keys and keys <= _JOB_KEYS):
+    if keys & _JOB_MARKERS or keys <= _JOB_KEYS:
         return "job"
     if keys & {"finetuning_type", "stage"} or len(keys & llamafactory.MARKERS) >= 2:
         return "llamafactory"

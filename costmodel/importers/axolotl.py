@@ -47,6 +47,97 @@ MARKERS: Final = frozenset(
     }
 )
 
+# Read into the job, or into what a data set does to it.
+UNDERSTOOD: Final = frozenset(
+    {
+        "activation_offloading",
+        "adapter",
+        "attn_implementation",
+        "base_model",
+        "batch_flattening",
+        "batch_size",
+        "bf16",
+        "bfloat16",
+        "bnb_config_kwargs",
+        "chunked_cross_entropy",
+        "chunked_cross_entropy_num_chunks",
+        "context_parallel_size",
+        "curriculum_sampling",
+        "cut_cross_entropy",
+        "datasets",
+        "deepspeed",
+        "dp_replicate_size",
+        "dp_shard_size",
+        "eager_attention",
+        "eval_batch_size",
+        "eval_steps",
+        "eval_strategy",
+        "evals_per_epoch",
+        "evaluation_strategy",
+        "excess_length_strategy",
+        "experts_implementation",
+        "flash_attention",
+        "flex_attention",
+        "float16",
+        "float32",
+        "fp16",
+        "fsdp",
+        "fsdp_config",
+        "fsdp_version",
+        "gptq",
+        "gptq_disable_exllama",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "group_by_length",
+        "load_in_4bit",
+        "load_in_8bit",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_exclude_modules",
+        "lora_modules_to_save",
+        "lora_r",
+        "lora_target_linear",
+        "lora_target_modules",
+        "lora_target_parameters",
+        "max_packed_sequence_len",
+        "max_steps",
+        "micro_batch_size",
+        "model_config",
+        "num_epochs",
+        "optimizer",
+        "overrides_of_model_config",
+        "pad_to_multiple_of",
+        "pad_to_sequence_len",
+        "peft_autocast_adapter_dtype",
+        "peft_use_dora",
+        "peft_use_rslora",
+        "plugins",
+        "pretrain_multipack_attn",
+        "pretraining_dataset",
+        "pretraining_sample_concatenation",
+        "ray_num_workers",
+        "rl",
+        "sage_attention",
+        "sample_packing",
+        "save_only_model",
+        "save_steps",
+        "save_strategy",
+        "saves_per_epoch",
+        "sdp_attention",
+        "sequence_len",
+        "sequence_parallel_degree",
+        "tensor_parallel_size",
+        "test_datasets",
+        "tf32",
+        "tiled_mlp_use_original_mlp",
+        "torch_compile",
+        "torch_dtype",
+        "train_on_inputs",
+        "val_set_size",
+        "xformers_attention",
+    }
+)
 HARMLESS: Final = frozenset(
     {
         # model and tokenizer files, output
@@ -182,7 +273,6 @@ HARMLESS: Final = frozenset(
         "merge_method",
         "peft_init_lora_weights",
         "peft_ensure_weight_tying",
-        "peft_autocast_adapter_dtype",
         "loraplus_lr_ratio",
         "loraplus_lr_embedding",
         "reinit_weights",
@@ -353,7 +443,6 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "gc_collect_steps": "emptying the allocator's cache is not modelled",
     "auto_find_batch_size": "the batch may be halved while it runs; the estimate is of the batch that is written",
     "resume_from_checkpoint": "the estimate is of the whole run, from its first step",
-    "batch_flattening": "flattened batches are read as padding_free",
     "use_pose": "PoSE is not modelled; sequences of sequence_len are",
     "pose_split_on_token_ids": "PoSE is not modelled",
     "pose_max_context_len": "PoSE is not modelled",
@@ -428,8 +517,8 @@ _ATTENTION_FLAGS: Final = {
 
 def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     """The job that ``axolotl train`` would run with this file."""
-    reader = ConfigReader(config, where, "axolotl", VERSION)
-    reader.default("framework", "axolotl", "recognised by the file's keys")
+    reader = ConfigReader(config, where, "axolotl", VERSION, UNDERSTOOD)
+    reader.recognised("axolotl")
     reader.default("framework_version", VERSION, "the version whose defaults are used")
     reader.copy("model", "base_model")
     overrides = reader.value("overrides_of_model_config", "model_config")
@@ -448,8 +537,6 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     _sharding(reader)
     strategy = str(reader.value("excess_length_strategy") or "drop").lower()
     datasets = reader.value("datasets", "pretraining_dataset")
-    for key in ("datasets", "test_datasets", "val_set_size"):
-        reader.value(key)
     val_size = reader.number("val_set_size")
     return reader.finish(
         harmless=HARMLESS,
@@ -489,7 +576,6 @@ def _precision(reader: ConfigReader) -> None:
     bf16_written = "bf16" in reader.config
     bf16, fp16 = reader.value("bf16"), bool(reader.flag("fp16"))
     half, brain = bool(reader.flag("float16")), bool(reader.flag("bfloat16"))
-    reader.value("float32")
     if not bf16_written or str(bf16).lower() == "auto":
         is_bf16 = not fp16
         if not bf16_written and not fp16:
@@ -519,14 +605,10 @@ def _precision(reader: ConfigReader) -> None:
 
 def _method(reader: ConfigReader) -> None:
     adapter = reader.value("adapter")
-    keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_target_parameters")
-    for key in (*keys, "lora_modules_to_save", "lora_exclude_modules", "peft_use_dora", "peft_use_rslora"):
-        reader.value(key)
     four, eight = bool(reader.flag("load_in_4bit")), bool(reader.flag("load_in_8bit"))
     settings = reader.value("bnb_config_kwargs")
     settings = settings if isinstance(settings, dict) else {}
     gptq = reader.flag("gptq")
-    reader.value("gptq_disable_exllama")
     if not is_on(adapter):
         reader.default("method", "full", "utils/schemas/peft.py: adapter")
         if four or eight:
@@ -536,7 +618,7 @@ def _method(reader: ConfigReader) -> None:
         reader.warn(f"adapter: {adapter} is not modelled; estimated as LoRA")
     if gptq:
         reader.set("quantization", "gptq-int4", "gptq")
-    elif four or adapter == "qlora":
+    elif adapter == "qlora":
         # loaders/model.py: nf4 with double quantisation unless bnb_config_kwargs say otherwise.
         key = "load_in_4bit" if four else "adapter"
         quant_type = settings.get("bnb_4bit_quant_type")
@@ -547,8 +629,14 @@ def _method(reader: ConfigReader) -> None:
         reader.default("double_quant", True, "loaders/model.py: bnb_4bit_use_double_quant")
     elif eight:
         reader.set("quantization", "int8", "load_in_8bit")
+    elif four:
+        reader.warn(
+            "load_in_4bit does nothing with adapter: lora; Axolotl stores the base in 4 bits only for adapter: qlora"
+        )
     quantized = "quantization" in reader.fields
     reader.set("method", "qlora" if quantized else "lora", "adapter")
+    if reader.flag("peft_autocast_adapter_dtype") is False:
+        reader.set("adapter_dtype", reader.fields["dtype"], "peft_autocast_adapter_dtype")
     if quantized and not gptq:
         # peft's preparation lifts everything to fp32, then embeddings, head and norms are taken back to 16 bit
         # (loaders/model.py, _configure_embedding_dtypes); stacked experts stay lifted.
@@ -622,8 +710,6 @@ def _checkpointing(reader: ConfigReader) -> None:
 def _kernels(reader: ConfigReader) -> None:
     written = reader.value("attn_implementation")
     flag = next((key for key in _ATTENTION_FLAGS if reader.flag(key)), None)
-    for key in _ATTENTION_FLAGS:
-        reader.value(key)
     if written is not None:
         reader.set("attn_implementation", attention_name(reader, written, "attn_implementation"), "attn_implementation")
     elif flag is not None:
@@ -660,7 +746,6 @@ def _loss_kernels(reader: ConfigReader) -> None:
         reader.set("fused_loss", "fused", "plugins", note="cut cross-entropy")
     if is_on(reader.value("chunked_cross_entropy")):
         reader.set("fused_loss", "chunked", "chunked_cross_entropy")
-    reader.value("chunked_cross_entropy_num_chunks", "tiled_mlp_use_original_mlp")
     known = ("liger", "cut_cross_entropy", "spectrum", "lm_eval", "swanlab", "kernels", "densemixer", "kd", "grokfast")
     for plugin in plugins:
         if not any(name in plugin for name in known):
@@ -675,18 +760,15 @@ def _data(reader: ConfigReader) -> None:
         packing = True
     pads_full = reader.flag("pad_to_sequence_len")
     multiple = reader.number("pad_to_multiple_of")
-    reader.value("pretrain_multipack_attn", "pretraining_sample_concatenation")
     if packing:
         reader.set("packing", True, "sample_packing" if "sample_packing" in reader.config else "max_packed_sequence_len")
-        attention = reader.fields.get("attn_implementation")
-        # Only these keep packed samples apart without a mask; the others attend over rows (utils/schemas/enums.py).
-        apart = attention in ("flash_attention_2", "flash_attention_3", "flex_attention")
-        reader.default("padding_free", apart, "core/builders/causal.py: multipack_real_batches")
+        reader.default("padding_free", _keeps_samples_apart(reader), "core/builders/causal.py: multipack_real_batches")
         return
     if packing is not None:
         reader.set("packing", False, "sample_packing")
     reader.default("packing", False, "utils/schemas/config.py: sample_packing")
-    if reader.flag("batch_flattening") if reader.value("batch_flattening") != "auto" else False:
+    flattens = reader.value("batch_flattening")
+    if is_on(flattens) and (flattens != "auto" or _keeps_samples_apart(reader)):
         reader.set("padding_free", True, "batch_flattening")
     if pads_full:
         reader.set("padding", "max_length", "pad_to_sequence_len")
@@ -698,6 +780,11 @@ def _data(reader: ConfigReader) -> None:
         reader.set("train_sampling_strategy", "group_by_length", "group_by_length")
     elif reader.flag("curriculum_sampling"):
         reader.set("train_sampling_strategy", "sequential", "curriculum_sampling")
+
+
+def _keeps_samples_apart(reader: ConfigReader) -> bool:
+    """Without a mask over the row; other kernels attend across packed samples (utils/schemas/enums.py)."""
+    return reader.fields.get("attn_implementation") in ("flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def _evaluation_and_saving(reader: ConfigReader) -> None:
@@ -744,7 +831,6 @@ def _sharding(reader: ConfigReader) -> None:
     words = fsdp_words(reader.value("fsdp"), config)
     if words is not None:
         reader.set("fsdp", words, reader.key_of("fsdp", "fsdp_config"))
-    reader.value("fsdp_version")
     sizes = {}
     for key in ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size"):
         size = reader.number(key)

@@ -26,7 +26,7 @@ MODEL_FILE: Final = "config.json"
 STATE_FILE: Final = "trainer_state.json"
 
 # peft 0.21, LoraConfig and PeftConfig: nothing of these costs memory or time.
-_HARMLESS_ADAPTER_KEYS: Final = frozenset(
+HARMLESS_ADAPTER_KEYS: Final = frozenset(
     {
         "task_type",
         "peft_type",
@@ -52,7 +52,7 @@ _HARMLESS_ADAPTER_KEYS: Final = frozenset(
         "qalora_group_size",
     }
 )
-_NOT_MODELLED: Final = {
+NOT_MODELLED_ADAPTER_KEYS: Final[dict[str, str]] = {
     "rank_pattern": "ranks that differ by module are not modelled; r is used everywhere",
     "layers_to_transform": "adapters in some layers only are not modelled; every layer is counted",
     "layer_replication": "replicated layers are not counted",
@@ -92,7 +92,10 @@ def read(folder: str) -> ImportedJob:
         raise CostModelError(f"{folder} is a folder; {_inside(folder)}")
     fields: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
-    understood, harmless, unknown, warnings = [], [], [], []
+    understood: list[str] = []
+    harmless: list[str] = []
+    unknown: list[str] = []
+    warnings: list[str] = []
     # The state first: the adapter says more about the method, the model's config about its precision.
     readers = {STATE_FILE: _read_state, MODEL_FILE: _read_model, ADAPTER_FILE: _read_adapter}
     for name, read_file in readers.items():
@@ -190,7 +193,7 @@ def _read_adapter(folder: str, config: dict[str, Any]) -> ImportedJob:
     if base and not os.path.isfile(os.path.join(folder, MODEL_FILE)):
         reader.set("model", str(base), "base_model_name_or_path")
     read_adapter_fields(reader)
-    return reader.finish(harmless=_HARMLESS_ADAPTER_KEYS, not_modelled=_NOT_MODELLED)
+    return reader.finish(harmless=HARMLESS_ADAPTER_KEYS, not_modelled=NOT_MODELLED_ADAPTER_KEYS)
 
 
 def read_adapter_fields(reader: ConfigReader) -> None:
@@ -203,7 +206,3 @@ def read_adapter_fields(reader: ConfigReader) -> None:
     reader.copy("lora_modules_to_save", "modules_to_save", convert=listed_names)
     reader.set("use_rslora", reader.flag("use_rslora"), "use_rslora")
     reader.set("use_dora", reader.flag("use_dora"), "use_dora")
-
-
-NOT_MODELLED_ADAPTER_KEYS: Final = _NOT_MODELLED
-HARMLESS_ADAPTER_KEYS: Final = _HARMLESS_ADAPTER_KEYS

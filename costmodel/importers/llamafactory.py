@@ -38,6 +38,41 @@ MARKERS: Final = frozenset(
     }
 )
 
+# Read into the job, or into what a data set does to it.
+UNDERSTOOD: Final = training_arguments.UNDERSTOOD | frozenset(
+    {
+        "additional_target",
+        "cutoff_len",
+        "dataset",
+        "disable_gradient_checkpointing",
+        "double_quantization",
+        "enable_liger_kernel",
+        "eval_dataset",
+        "finetuning_type",
+        "flash_attn",
+        "freeze_trainable_layers",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_rank",
+        "lora_target",
+        "max_samples",
+        "model_name_or_path",
+        "neat_packing",
+        "packing",
+        "pure_bf16",
+        "quantization_bit",
+        "quantization_method",
+        "quantization_type",
+        "ray_num_workers",
+        "stage",
+        "train_on_prompt",
+        "use_dora",
+        "use_reentrant_gc",
+        "use_rslora",
+        "use_unsloth_gc",
+        "val_size",
+    }
+)
 HARMLESS: Final = training_arguments.HARMLESS | frozenset(
     {
         # data
@@ -223,8 +258,8 @@ _STAGES: Final = {
 
 def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     """The job that ``llamafactory-cli train`` would run with this file."""
-    reader = ConfigReader(config, where, "llamafactory", VERSION)
-    reader.default("framework", "llamafactory", "recognised by the file's keys")
+    reader = ConfigReader(config, where, "llamafactory", VERSION, UNDERSTOOD)
+    reader.recognised("llamafactory")
     reader.default("framework_version", VERSION, "the version whose defaults are used")
     read_training_arguments(reader)
     reader.copy("model", "model_name_or_path")
@@ -240,7 +275,6 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     reader.set("num_gpus", _whole(reader, "ray_num_workers"), "ray_num_workers")
     datasets = reader.value("dataset")
     train_on_prompt = reader.flag("train_on_prompt")
-    reader.value("eval_dataset")
     return reader.finish(
         harmless=HARMLESS,
         harmless_prefixes=HARMLESS_PREFIXES,
@@ -265,9 +299,6 @@ def _method(reader: ConfigReader) -> None:
     elif kind == "oft":
         reader.warn("finetuning_type: OFT is estimated as LoRA")
     method = "full" if kind in ("full", "freeze") else "lora"
-    for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora", "additional_target"):
-        reader.value(key)
-    reader.value("freeze_trainable_layers")
     if written is None:
         reader.default("method", method, "hparams/finetuning_args.py: finetuning_type")
     else:
@@ -294,13 +325,12 @@ def _targets(value: Any) -> tuple[str, ...] | str | None:
 
 
 def _quantization(reader: ConfigReader) -> None:
-    reader.value("quantization_method", "quantization_type", "double_quantization")
     bits = _whole(reader, "quantization_bit")
     if bits is None:
         return
     how = str(reader.value("quantization_method") or "bnb").lower()
     if how not in ("bnb", "bitsandbytes"):
-        reader.warn(f"quantization_method: {how} is not modelled; estimated as bitsandbytes with {8 if bits > 4 else 4} bits")
+        reader.warn(f"quantization_method: {how} is not modelled; estimated as {8 if bits > 4 else 4}-bit bitsandbytes")
     elif bits not in (4, 8):
         reader.warn(f"quantization_bit: bitsandbytes knows 4 and 8, not {bits}; estimated as {8 if bits > 4 else 4}")
     reader.set("method", "qlora", "quantization_bit")

@@ -78,9 +78,14 @@ class ImportedJob:
 
 
 class ConfigReader:
-    """Takes values out of one configuration, and remembers which keys were read and where each job field came from."""
+    """Takes values out of one configuration, and remembers which keys were read and where each job field came from.
 
-    def __init__(self, config: Mapping[str, Any], where: str, tool: str, tool_version: str) -> None:
+    ``understood``: keys that count as read wherever they stand, also where another key makes them idle.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], where: str, tool: str, tool_version: str, understood: Collection[str] = ()
+    ) -> None:
         self.config = config
         self.where = where
         self.tool = tool
@@ -88,7 +93,7 @@ class ConfigReader:
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.warnings: list[str] = []
-        self._read: set[str] = set()
+        self._read: set[str] = set(understood)
 
     def value(self, *keys: str) -> Any:
         """The first of these keys that is not null; ``None`` if there is none. All of them count as understood."""
@@ -127,6 +132,11 @@ class ConfigReader:
         if field not in self.fields and value is not None:
             self.fields[field] = value
             self.origins[field] = Origin("tool_default", f"default of {self.tool} {self.tool_version} ({source})")
+
+    def recognised(self, framework: str) -> None:
+        """The framework that the file is for, which its keys tell."""
+        self.fields["framework"] = framework
+        self.origins["framework"] = Origin("file", f"the keys of {self.where}")
 
     def warn(self, sentence: str) -> None:
         if sentence not in self.warnings:
@@ -421,7 +431,7 @@ def fsdp_words(fsdp: Any, config: Any) -> str | None:
             return None
     if not is_on(" ".join(words)) and not (fsdp is True or options):
         return None
-    if not any(word.endswith("shard") or word.endswith("shard_grad_op") or "zero" in word for word in words):
+    if not any(word.endswith(("shard", "shard_grad_op")) or "zero" in word for word in words):
         strategy = str(plain.get("sharding_strategy", "")).lower()
         if strategy in ("shard_grad_op", "hybrid_shard", "no_shard", "full_shard"):
             words.insert(0, strategy)

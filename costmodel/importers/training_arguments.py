@@ -9,6 +9,45 @@ from typing import Any, Final
 
 from costmodel.importers.reading import ConfigReader, deepspeed_setting, fsdp_words, is_on, optimizer_name
 
+# Read into the job.
+UNDERSTOOD: Final = frozenset(
+    {
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "adafactor",
+        "bf16",
+        "deepspeed",
+        "eval_steps",
+        "eval_strategy",
+        "evaluation_strategy",
+        "fp16",
+        "fsdp",
+        "fsdp_config",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "group_by_length",
+        "max_steps",
+        "num_train_epochs",
+        "optim",
+        "per_device_eval_batch_size",
+        "per_device_train_batch_size",
+        "per_gpu_eval_batch_size",
+        "per_gpu_train_batch_size",
+        "save_only_model",
+        "save_steps",
+        "save_strategy",
+        "tf32",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "train_sampling_strategy",
+        "use_cache",
+        "use_liger",
+        "use_liger_kernel",
+    }
+)
+
 # Nothing here moves memory, time or money: what is learned, what is logged, where files go.
 HARMLESS: Final = frozenset(
     {
@@ -94,8 +133,6 @@ HARMLESS: Final = frozenset(
         "include_num_input_tokens_seen",
         "include_tokens_per_second",
         "neftune_noise_alpha",
-        "torch_compile_backend",
-        "torch_compile_mode",
         "liger_kernel_config",
         "use_legacy_prediction_loop",
         "dispatch_batches",
@@ -118,7 +155,7 @@ HARMLESS: Final = frozenset(
         "_n_gpu",
     }
 )
-HARMLESS_PREFIXES: Final = ("hub_", "wandb_", "mlflow_", "comet_", "swanlab_", "trackio_")
+HARMLESS_PREFIXES: Final = ("hub_", "wandb_", "mlflow_", "comet_", "swanlab_", "use_swanlab", "trackio_")
 
 # Read, and said when switched on: they move cost and the model does not follow them.
 NOT_MODELLED: Final[dict[str, str]] = {
@@ -150,6 +187,7 @@ def read_training_arguments(reader: ConfigReader, *, logging_steps: float = 500)
     reader.set("bf16", reader.flag("bf16"), "bf16")
     reader.set("fp16", reader.flag("fp16"), "fp16")
     reader.set("torch_compile", _compiles(reader), "torch_compile")
+    reader.set("use_cache", reader.flag("use_cache"), "use_cache")
     reader.set("use_liger_kernel", reader.flag("use_liger_kernel", "use_liger"), "use_liger_kernel")
     _checkpointing(reader)
     _optimizer(reader)
@@ -173,10 +211,10 @@ def _checkpointing(reader: ConfigReader) -> None:
     # activation_checkpointing is the newer name and wins (training_args.py, __post_init__).
     names = ("activation_checkpointing", "gradient_checkpointing")
     reader.set("gradient_checkpointing", reader.flag(*names), reader.key_of(*names))
-    names = tuple(f"{name}_kwargs" for name in names)
-    kwargs = reader.value(*names)
+    details = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    kwargs = reader.value(*details)
     if isinstance(kwargs, dict):
-        reader.set("gradient_checkpointing_kwargs", kwargs, reader.key_of(*names))
+        reader.set("gradient_checkpointing_kwargs", kwargs, reader.key_of(*details))
 
 
 def _optimizer(reader: ConfigReader) -> None:

@@ -63,6 +63,53 @@ TRL_MARKERS: Final = frozenset(
 # The example scripts of transformers (run_clm.py) share model_name_or_path; these are theirs alone.
 SCRIPT_MARKERS: Final = frozenset({"block_size", "validation_split_percentage", "config_overrides", "train_file"})
 
+# Read into the job, or into what a data set does to it.
+UNDERSTOOD: Final = training_arguments.UNDERSTOOD | frozenset(
+    {
+        "accelerate_config",
+        "activation_offloading",
+        "assistant_only_loss",
+        "attn_implementation",
+        "block_size",
+        "bnb_4bit_compute_dtype",
+        "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant",
+        "completion_only_loss",
+        "dtype",
+        "experts_implementation",
+        "load_in_4bit",
+        "load_in_8bit",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_modules_to_save",
+        "lora_r",
+        "lora_target_modules",
+        "lora_target_parameters",
+        "loss_type",
+        "max_length",
+        "max_seq_length",
+        "max_train_samples",
+        "model_init_kwargs",
+        "model_max_length",
+        "model_name",
+        "model_name_or_path",
+        "num_processes",
+        "packing",
+        "packing_strategy",
+        "pad_to_multiple_of",
+        "padding_free",
+        "quantization_config",
+        "test_split_size",
+        "torch_dtype",
+        "use_bnb_nested_quant",
+        "use_dora",
+        "use_flash_attention_2",
+        "use_flash_attn",
+        "use_peft",
+        "use_rslora",
+        "validation_split_percentage",
+    }
+)
 HARMLESS: Final = training_arguments.HARMLESS | frozenset(
     {
         "model_revision",
@@ -109,6 +156,36 @@ HARMLESS: Final = training_arguments.HARMLESS | frozenset(
         "keep_linebreaks",
         "low_cpu_mem_usage",
         "mixed_precision",
+        # how RL trainers draw and score completions; that they do is warned of by num_generations and the like
+        "cast_lm_head_to_fp32",
+        "num_generations_eval",
+        "ds3_gather_for_generation",
+        "steps_per_generation",
+        "top_p",
+        "top_k",
+        "min_p",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "repetition_penalty",
+        "cache_implementation",
+        "delta",
+        "epsilon_high",
+        "importance_sampling_level",
+        "multi_objective_aggregation",
+        "mask_truncated_completions",
+        "top_entropy_quantile",
+        "use_adaptive_entropy",
+        "max_tool_calling_iterations",
+        "off_policy_mask_threshold",
+        "use_bias_correction_kl",
+        "log_completions",
+        "log_multimodal",
+        "log_unique_prompts",
+        "log_completions_hub_repo",
+        "num_completions_to_print",
+        "use_transformers_continuous_batching",
+        "transformers_continuous_batching_config",
+        "use_transformers_paged",
         "main_process_port",
         "main_process_ip",
         "machine_rank",
@@ -116,8 +193,9 @@ HARMLESS: Final = training_arguments.HARMLESS | frozenset(
         "gpu_ids",
     }
 )
+HARMLESS_PREFIXES: Final = (*training_arguments.HARMLESS_PREFIXES, "vllm_", "sapo_", "vespo_", "entropy_")
 
-_PREFERENCES = "preference and reinforcement learning are not modelled: the estimate is of supervised fine-tuning of the model"
+_PREFERENCES: Final = "preference and reinforcement learning are not modelled; the estimate is of supervised fine-tuning"
 NOT_MODELLED: Final[dict[str, str]] = {
     **training_arguments.NOT_MODELLED,
     **dict.fromkeys(
@@ -168,8 +246,8 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     keys = set(config)
     is_trl = bool(keys & TRL_MARKERS) and not keys & SCRIPT_MARKERS
     tool, version = ("trl", TRL_VERSION) if is_trl else ("transformers", TRANSFORMERS_VERSION)
-    reader = ConfigReader(config, where, tool, version)
-    reader.default("framework", tool, "recognised by the file's keys")
+    reader = ConfigReader(config, where, tool, version, UNDERSTOOD)
+    reader.recognised(tool)
     read_training_arguments(reader, logging_steps=10 if is_trl else 500)
     reader.copy("model", "model_name_or_path", "model_name")
     init = reader.value("model_init_kwargs")
@@ -185,7 +263,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     max_samples = reader.number("max_train_samples")
     return reader.finish(
         harmless=HARMLESS,
-        harmless_prefixes=training_arguments.HARMLESS_PREFIXES,
+        harmless_prefixes=HARMLESS_PREFIXES,
         not_modelled=NOT_MODELLED,
         loss_on=_loss_on(reader, is_trl),
         eval_split=split,
@@ -217,7 +295,6 @@ def _weights(reader: ConfigReader, init: Mapping[str, Any], is_trl: bool) -> Non
         reader.set("experts_implementation", experts, "experts_implementation")
     if init.get("use_cache") is not None:
         reader.set("use_cache", bool(init["use_cache"]), "model_init_kwargs.use_cache")
-    reader.set("use_cache", reader.flag("use_cache"), "use_cache")
     known = {"dtype", "torch_dtype", "attn_implementation", "experts_implementation", "use_cache", "quantization_config"}
     harmless = {"revision", "trust_remote_code", "device_map", "low_cpu_mem_usage", "token", "cache_dir", "subfolder"}
     for name in sorted(set(init) - known - harmless):
@@ -247,7 +324,6 @@ def _quantization(reader: ConfigReader, init: Mapping[str, Any]) -> None:
             reader.set("double_quant", nested, reader.key_of("use_bnb_nested_quant", "bnb_4bit_use_double_quant"))
     elif reader.flag("load_in_8bit"):
         reader.set("quantization", "int8", "load_in_8bit")
-    reader.value("load_in_8bit", "bnb_4bit_compute_dtype")
     inline = init.get("quantization_config") or reader.value("quantization_config")
     if isinstance(inline, dict):
         for field, value in quantization_fields(inline).items():
@@ -258,9 +334,6 @@ def _method(reader: ConfigReader, is_trl: bool) -> None:
     use_peft = reader.flag("use_peft")
     quantized = reader.fields.get("quantization") is not None
     lora_keys = [key for key in reader.config if key.startswith("lora_") and reader.config[key] is not None]
-    for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"):
-        reader.value(key)
-    reader.value("lora_modules_to_save", "use_rslora", "use_dora")
     if use_peft is None and quantized:
         reader.warn("a quantised base is only trained with adapters: use_peft is taken as true")
     trains_adapters = use_peft or (use_peft is None and (quantized or (not is_trl and bool(lora_keys))))

@@ -53,8 +53,8 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     own = {key: flat.pop(key) for key in list(flat) if key in _OWN_KEYS or key.startswith("model/")}
     adapter = flat.pop("peft_config", None)
     model, arguments = _split(flat)
-    tool = llamafactory if "finetuning_type" in arguments else trl
-    imported = tool.read(arguments, where)
+    read_arguments = llamafactory.read if "finetuning_type" in arguments else trl.read
+    imported = read_arguments(arguments, where)
     fields, origins, warnings = dict(imported.fields), dict(imported.origins), list(imported.warnings)
 
     def set_field(field: str, value: Any, key: str) -> None:
@@ -62,8 +62,9 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
             fields[field] = value
             origins[field] = Origin("file", f"{key} in {where}")
 
-    if "hidden_size" in model or "n_embd" in model:
-        set_field("model", {name: value for name, value in model.items() if name != "quantization_config"}, "the model's keys")
+    if "hidden_size" in model:
+        inline = {name: value for name, value in model.items() if name != "quantization_config"}
+        set_field("model", inline, "the model's own keys")
     elif model.get("_name_or_path"):
         set_field("model", model["_name_or_path"], "_name_or_path")
     if "dtype" not in fields or origins["dtype"].kind == "tool_default":
@@ -113,10 +114,8 @@ def _is_argument(name: str, flat: Mapping[str, Any]) -> bool:
     if name in ("max_length", "dtype", "torch_dtype", "temperature", "use_cache", "attn_implementation", "epsilon"):
         # Also a model's: transformers 4 wrote max_length 20 into every config.
         return name == "max_length" and is_sft
-    probe = ConfigReader({}, "", "", "")
-    training_arguments.read_training_arguments(probe)
     return (
-        name in probe._read
+        name in trl.UNDERSTOOD
         or name in trl.HARMLESS
         or name in trl.NOT_MODELLED
         or name in trl.TRL_MARKERS

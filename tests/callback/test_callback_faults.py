@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_callback_lifecycle import num_hooks
-from tiny_runs import TickingClock, TokenRows, tiny_mixtral, tiny_trainer
+from tiny_runs import TickingClock, TokenRows, num_hooks, tiny_mixtral, tiny_trainer
 
 from ftcost_callback import FTCostCallback
 from ftcost_callback.run_file import read_run

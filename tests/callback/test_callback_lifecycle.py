@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TickingClock, tiny_llama, tiny_mixtral, tiny_trainer, training_arguments
+from tiny_runs import TickingClock, num_hooks, tiny_llama, tiny_mixtral, tiny_trainer, training_arguments
 from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback
 from ftcost_callback.callback import process_age_seconds
-from ftcost_callback.expert_load import find_expert_sites
 from ftcost_callback.run_file import read_ledger, read_run
 from ftcost_callback.sinks import InMemorySink
 
@@ -25,15 +24,6 @@ def callback(**settings: Any) -> FTCostCallback:
     measuring = FTCostCallback(**({"sinks": [], "predict": False} | settings))
     measuring._clock = TickingClock()
     return measuring
-
-
-def num_hooks(model: Any) -> int:
-    sites = find_expert_sites(model)
-    return (
-        len(model._forward_hooks)
-        + len(model._forward_pre_hooks)
-        + sum(len(site.module._forward_pre_hooks) for site in sites)
-    )
 
 
 class At(TrainerCallback):
@@ -266,9 +256,25 @@ def test_the_second_prediction_comes_on_the_tokens_seen(tmp_path: Path) -> None:
     (prediction,) = [each for each in record.predictions if each.basis == "tokens_seen"]
     assert prediction.global_step == 24
     assert (sink.predictions[-1].basis, sink.predictions[-1].global_step) == ("tokens_seen", 24)
-    real = sum(step.num_non_padding_tokens or 0 for step in record.steps[1:])
-    samples = sum(step.num_samples or 0 for step in record.steps[1:])
-    assert prediction.estimate["job"]["lengths"]["mean"] == pytest.approx(real / samples)
+    measured = record.steps[1:]  # the first step is warm-up
+    for name in ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens"):
+        mean = sum(getattr(step, name) for step in measured) / len(measured)
+        assert prediction.estimate[f"{name}_per_step"] == pytest.approx(mean)
+
+
+def test_mfu_is_flops_per_token_times_measured_tokens_over_the_given_peak(tmp_path: Path) -> None:
+    sink = InMemorySink()
+    measuring = callback(sinks=[sink], predict=True, peak_flops_per_second=1e9)
+    tiny_trainer(tmp_path, [measuring], max_steps=24, logging_steps=8).train()
+    record = read_run(tmp_path)
+    assert record.sessions[0].device is not None
+    assert record.sessions[0].device["peak_source"] == "given"
+    assert [window.mfu is not None for window in sink.windows] == [False, False, True]
+    estimate = record.predictions[-1].estimate
+    flops_per_token = estimate["model_flops_per_step"] / estimate["num_tokens_per_step"]
+    last = record.steps[16:]
+    tokens_per_second = sum(step.num_tokens or 0 for step in last) / sum(step.step_seconds for step in last)
+    assert sink.windows[-1].mfu == pytest.approx(flops_per_token * tokens_per_second / 1e9)
 
 
 def test_only_the_main_process_writes(tmp_path: Path) -> None:

@@ -221,7 +221,9 @@ def test_sft_trainer_counts_are_those_of_the_data(tmp_path: Path, settings: dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8}], ids=["padded", "padding-free"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8}], ids=["padded", "padding-free"]
+)
 def test_sft_trainer_expert_load(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = tiny_mixtral()
     sft_trainer(tmp_path, callback(), model, gradient_checkpointing=True, logging_steps=100, **settings).train()

@@ -49,9 +49,11 @@ def test_each_layer_sums_to_real_tokens_times_top_k(family: str, implementation:
     top_k = model.config.num_experts_per_tok
     assert (load.status, load.reason, load.num_experts_per_tok) == ("recorded", None, top_k)
     assert [sum(layer) for layer in load.tokens_per_expert] == [REAL * top_k] * 2
-    assert [len(layer) for layer in load.tokens_per_expert] == [model.config.num_local_experts] * 2 if hasattr(
-        model.config, "num_local_experts"
-    ) else [model.config.num_experts] * 2
+    assert (
+        [len(layer) for layer in load.tokens_per_expert] == [model.config.num_local_experts] * 2
+        if hasattr(model.config, "num_local_experts")
+        else [model.config.num_experts] * 2
+    )
 
 
 class RowsPerExpert(torch.overrides.TorchFunctionMode):

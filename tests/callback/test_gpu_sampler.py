@@ -191,9 +191,7 @@ def test_a_driver_that_was_upgraded_under_a_running_container_is_one_note(tmp_pa
     assert said.startswith("no GPU figures: NVML does not start (")
 
 
-def test_the_pci_address_is_the_second_way_and_an_unknown_device_is_never_guessed(
-    tmp_path: Path, library_dir: Path
-) -> None:
+def test_the_pci_address_is_the_second_way_and_an_unknown_device_is_never_guessed(tmp_path: Path, library_dir: Path) -> None:
     assert run_child("script(uuid=8)" + OPEN_AND_SAY, tmp_path, library_dir) == "open"
     said = run_child(
         'script(uuid=8)\nDEVICE = TorchDevice(uuid="7", pci_bus_id="00000000:AA:00.0")' + OPEN_AND_SAY,

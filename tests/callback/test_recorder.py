@@ -6,9 +6,9 @@ import sys
 from typing import Literal
 
 import pytest
-from tiny_runs import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_runs import FakeClock
 
 from ftcost_callback.recorder import StepRecorder, Totals
 from ftcost_callback.records import TokenCounts
@@ -22,9 +22,7 @@ def started(clock: FakeClock, **settings: int) -> StepRecorder:
     return recorder
 
 
-def do_step(
-    recorder: StepRecorder, clock: FakeClock, global_step: int, seconds: float, *, data_wait: float = 0.0
-) -> None:
+def do_step(recorder: StepRecorder, clock: FakeClock, global_step: int, seconds: float, *, data_wait: float = 0.0) -> None:
     clock.pass_seconds(data_wait)
     waited = recorder.data_wait()
     clock.pass_seconds(seconds - data_wait)

@@ -95,7 +95,7 @@ def test_the_last_run_in_a_folder_is_read(tmp_path: Path) -> None:
         read_run(tmp_path, run_id="ccc")
 
 
-@pytest.mark.parametrize("content", ["", "hello\n", '{"loss": 1.0}\n', '[1, 2]\n', "\x00\xff\n"])
+@pytest.mark.parametrize("content", ["", "hello\n", '{"loss": 1.0}\n', "[1, 2]\n", "\x00\xff\n"])
 def test_a_foreign_file_is_refused_with_the_way_out(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(content, encoding="latin-1")
@@ -104,7 +104,7 @@ def test_a_foreign_file_is_refused_with_the_way_out(tmp_path: Path, content: str
 
 
 def test_a_missing_record_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(CostModelError, match="no run record at .*give the output_dir"):
+    with pytest.raises(CostModelError, match=r"no run record at .*give the output_dir"):
         read_run(tmp_path)
 
 

@@ -163,3 +163,15 @@ def tiny_trainer(output_dir: Path, callbacks: list[Any], *, model: Any = None, *
         callbacks=callbacks,
         **({"train_dataset": TokenRows(), "data_collator": pad_right} | trainer_fields),
     )
+
+
+def num_hooks(model: Any) -> int:
+    """Hooks on the model and on its experts."""
+    from ftcost_callback.expert_load import find_expert_sites
+
+    sites = find_expert_sites(model)
+    return (
+        len(model._forward_hooks)
+        + len(model._forward_pre_hooks)
+        + sum(len(site.module._forward_pre_hooks) for site in sites)
+    )

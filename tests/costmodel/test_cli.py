@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import io
 import json
@@ -18,6 +19,13 @@ from costmodel.errors import CostModelError
 from costmodel.specs import Job, Lengths
 
 MODEL = "mistralai/Mixtral-8x7B-v0.1"
+
+
+@pytest.fixture(autouse=True)
+def _day_and_prices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A day on which no price of the tests is stale, and no prices of the person who runs them."""
+    monkeypatch.setattr(cli, "_today", lambda: datetime.date(2026, 11, 9))
+    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path / "config"))
 
 
 @pytest.fixture
@@ -341,7 +349,10 @@ def test_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert cli.run(["estimate", "-m", MODEL, "--json", "--budget-usd", "1"]) == 3
     out, err = capsys.readouterr()
     assert json.loads(out)["verdict"] == "does_not_fit"
-    assert err == "ftcost: does not fit: needs 52.1 GiB, an NVIDIA A40 has 45.0; largest batch that fits is 3\n"
+    assert err == (
+        "ftcost: does not fit: needs 52.1 GiB, an NVIDIA A40 has 45.0: largest batch that fits is 3, "
+        "smallest card that holds it is A100-PCIE-80GB (80.0 GiB)\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -443,7 +454,7 @@ def test_the_answers_job_gives_the_same_answer(tmp_path: Path, capsys: pytest.Ca
 def test_a_full_mixtral_does_not_fit_a_t4(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"estimate -m {MODEL} -g T4 --method full --bf16 --seq-len 512"
     assert cli.run(line.split()) == 3
-    assert capsys.readouterr().err.endswith(", a T4 has 15.0; not even a batch of 1 fits\n")
+    assert capsys.readouterr().err.endswith(", a T4 has 15.0: not even a batch of 1 fits, no catalogued card holds it\n")
 
 
 def test_an_answer_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,12 +469,11 @@ def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr("costmodel.search.estimate", StandInEstimator())
     assert cli.run(["compare", "-m", MODEL, "--gpus", "A40,L40S", "--tiers", "on_demand,spot", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(each["gpu"], each["price"]["tier"]) for each in found] == [
-        ("A40", "spot"),
-        ("A40", "on_demand"),
-        ("L40S", "spot"),
-        ("L40S", "on_demand"),
+    assert [(each["gpu"], each["price"]["cloud"], each["price"]["tier"]) for each in found[:2]] == [
+        ("A40", "RunPod", "spot"),
+        ("A40", "RunPod", "on_demand"),
     ]
+    assert {each["gpu"] for each in found[2:]} == {"L40S"}
     assert found[0]["estimate"]["verdict"] == "fits"
     assert cli.run(["compare", "-m", MODEL, "--gpus", "A40"]) == 0
     assert capsys.readouterr().out.startswith("Same job, cheapest first")

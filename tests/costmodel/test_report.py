@@ -160,15 +160,26 @@ def test_some_batches_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("gpu", "max_batch_size", "max_length", "sentence"),
     [
-        ("A40", 3, 700, "does not fit: needs 52.1 GiB, an A40 has 45.0; largest batch that fits is 3"),
+        (
+            "A40",
+            3,
+            700,
+            "does not fit: needs 52.1 GiB, an A40 has 45.0: largest batch that fits is 3, "
+            "smallest card that holds it is A100-PCIE-80GB (80.0 GiB)",
+        ),
         (
             "T4",
             0,
             256,
-            "does not fit: needs 52.1 GiB, a T4 has 45.0; not even a batch of 1 fits; "
-            "longest sequence that fits is 256 tokens",
+            "does not fit: needs 52.1 GiB, a T4 has 45.0: not even a batch of 1 fits, "
+            "longest sequence that fits is 256 tokens, smallest card that holds it is A100-PCIE-80GB (80.0 GiB)",
         ),
-        ("H100 SXM", None, None, "does not fit: needs 52.1 GiB, an H100 SXM has 45.0"),
+        (
+            "H100 SXM",
+            None,
+            None,
+            "does not fit: needs 52.1 GiB, an H100 SXM has 45.0: smallest card that holds it is A100-PCIE-80GB (80.0 GiB)",
+        ),
     ],
 )
 def test_does_not_fit_sentence(gpu: str, max_batch_size: int | None, max_length: int | None, sentence: str) -> None:

@@ -1,16 +1,29 @@
-"""The same job on other GPUs. The estimate is stood in for: only choice, price and order are under test."""
+"""The same job on other GPUs. Where the estimate is stood in for, only choice, price and order are under test."""
 
 from __future__ import annotations
 
+import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from sample_answer import StandInEstimate, StandInEstimator, answer
 
 from costmodel import report, search
 from costmodel.catalog import find_gpu, list_prices
 from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.skypilot import resources_block
 from costmodel.specs import Job, parse_job
+from costmodel.spot import SpotTerms
+
+
+@pytest.fixture(autouse=True)
+def _no_prices_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path))
+    monkeypatch.delenv("FTCOST_USD_PER_GPU_HOUR", raising=False)
+    monkeypatch.delenv("FTCOST_PRICE_FILE", raising=False)
+
 
 JOB = {"model": "mistralai/Mistral-7B-v0.1", "num_samples": 1000}
 
@@ -41,23 +54,26 @@ def test_fitting_first_by_dollars_with_the_pareto_front(monkeypatch: pytest.Monk
         "V100-SXM2-16GB": ("error", None, None),
     }
     monkeypatch.setattr(search, "estimate", TableEstimator(table))
-    found = search.compare(JOB, gpus=list(table))
-    assert [each.gpu for each in found] == ["A40", "L40S", "H100 SXM", "H200 SXM", "T4", "V100-SXM2-16GB"]
-    assert [each.on_pareto_front for each in found] == [True, True, False, True, False, False]
-    assert [each.fits for each in found] == [True, True, True, True, False, False]
+    found = search.compare(JOB, gpus=list(table), as_is=True)
+    assert list(dict.fromkeys(each.gpu for each in found)) == ["A40", "L40S", "H100 SXM", "H200 SXM", "T4", "V100-SXM2-16GB"]
+    assert {each.gpu for each in found if each.on_pareto_front} == {"A40", "L40S", "H200 SXM"}
+    assert {each.gpu for each in found if not each.fits} == {"T4", "V100-SXM2-16GB"}
+    by_time = search.compare(JOB, gpus=list(table), as_is=True, by="time")
+    fastest_first = list(dict.fromkeys(each.gpu for each in by_time))
+    assert fastest_first == ["H200 SXM", "L40S", "H100 SXM", "A40", "T4", "V100-SXM2-16GB"]
     assert found[-1].error == "this GPU has no bf16 peak"
     assert found[-1].to_dict()["estimate"] is None
 
 
-def test_every_gpu_with_an_on_demand_price_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gpu_with_an_on_demand_price_is_tried_at_each_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = StandInEstimator()
     monkeypatch.setattr(search, "estimate", estimator)
-    found = search.compare(JOB)
-    assert {each.gpu for each in found} == {price.gpu for price in list_prices() if price.tier == "on_demand"}
-    assert len(found) == len({each.gpu for each in found})
-    for each, job in zip(sorted(found, key=lambda c: c.gpu), sorted(estimator.jobs, key=lambda j: str(j.gpu)), strict=True):
-        assert each.price is not None
-        assert (job.gpu, job.cloud, job.tier) == (each.price.gpu, each.price.cloud, "on_demand")
+    found = search.compare(JOB, as_is=True)
+    offers = [(each.gpu, each.price.cloud) for each in found if each.price]
+    assert len(offers) == len(found) == len(set(offers))
+    assert set(offers) == {(price.gpu, price.cloud) for price in list_prices() if price.tier == "on_demand"}
+    assert {(job.gpu, job.cloud) for job in estimator.jobs} == set(offers)
+    assert {job.tier for job in estimator.jobs} == {"on_demand"}
 
 
 def test_the_whole_machine_is_billed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +86,7 @@ def test_the_whole_machine_is_billed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_tier_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "estimate", StandInEstimator())
-    found = search.compare(JOB, gpus=["A40"], tiers=["on_demand", "spot"])
+    found = search.compare({**JOB, "cloud": "RunPod"}, gpus=["A40"], tiers=["on_demand", "spot"])
     assert {(each.price.tier, each.price.usd_per_gpu_hour) for each in found if each.price} == {
         ("on_demand", 0.44),
         ("spot", 0.28),
@@ -98,7 +114,7 @@ def test_a_described_gpu_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_given_price_is_that_of_the_jobs_own_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = StandInEstimator()
     monkeypatch.setattr(search, "estimate", estimator)
-    search.compare({**JOB, "gpu": "NVIDIA A40", "usd_per_gpu_hour": 0.79}, gpus=["A40", "L40S"])
+    search.compare({**JOB, "gpu": "NVIDIA A40", "usd_per_gpu_hour": 0.79}, gpus=["A40", "L40S"], as_is=True)
     prices = {str(job.gpu): job.usd_per_gpu_hour for job in estimator.jobs}
     assert prices == {"A40": 0.79, "L40S": None}
 
@@ -123,6 +139,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         search.compare(JOB, gpus=["A40"], tiers=["preemptible"])
     with pytest.raises(CostModelError, match="no GPU has a dated reserved price at AWS"):
         search.compare({**JOB, "cloud": "AWS"}, tiers=["reserved"])
+    with pytest.raises(UnknownNameError, match="no order matches 'price'"):
+        search.compare(JOB, by="price")
     with pytest.raises(CostModelError, match="no Job field"):
         search.compare({**JOB, "lora_rank": 8})
 
@@ -132,5 +150,103 @@ def test_table_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "estimate", TableEstimator(table))
     shown = report.comparison_table(search.compare({**JOB, "cloud": "RunPod"}, gpus=list(table)))
     assert shown.rows[0][:3] == ("*", "A40", "fits")
-    assert shown.rows[0][6:] == ("$0.44/h", "RunPod Secure A40 on_demand", "2026-08-19")
+    assert shown.rows[0][6:] == ("$0.44/h", "RunPod Secure A40 on_demand", "2026-08-19", "")
     assert shown.rows[1][1:5] == ("V100-SXM2-16GB", "error", "", "this GPU has no bf16 peak")
+
+
+# --- with the real estimate
+
+LLAMA: dict[str, Any] = {
+    "model": "meta-llama/Llama-2-7b-hf",
+    "method": "lora",
+    "bf16": True,
+    "framework": "trl",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_length": 1024,
+    "lengths": {"dataset": "math_14k"},
+    "num_samples": 15_000,
+}
+
+
+def test_a_machine_of_eight_costs_a_machine_of_eight() -> None:
+    # AWS rents this GPU only as p4d.24xlarge, eight of them at 21.9576 an hour.
+    (found,) = search.compare({**LLAMA, "cloud": "AWS"}, gpus=["A100-SXM4-40GB"])
+    assert found.price is not None
+    assert found.price.product == "p4d.24xlarge"
+    assert found.total_seconds is not None
+    assert found.total_usd == pytest.approx(found.total_seconds / 3600 * 21.9576)
+    (eight,) = search.compare({**LLAMA, "cloud": "AWS", "num_gpus": 8}, gpus=["A100-SXM4-40GB"])
+    assert eight.bill_usd_per_hour == 21.9576
+    assert eight.total_seconds is not None
+    assert eight.total_usd == pytest.approx(eight.total_seconds / 3600 * 21.9576)
+
+
+def test_each_gpu_at_its_own_best_settings() -> None:
+    gpus = ["A40", "H100 SXM", "B200"]
+    own = {each.gpu: each for each in search.compare(LLAMA, gpus) if each.on_pareto_front or each.gpu in gpus}
+    as_is = {each.gpu: each for each in search.compare(LLAMA, gpus, as_is=True)}
+    for gpu in gpus:
+        best, given = own[gpu].estimate, as_is[gpu].estimate
+        assert best is not None
+        assert given is not None
+        assert as_is[gpu].settings == {}
+        assert best.total_seconds is not None
+        assert given.total_seconds is not None
+        assert best.total_seconds <= given.total_seconds
+        assert best.verdict == "fits"
+        assert best.job["per_device_train_batch_size"] * best.job["gradient_accumulation_steps"] == 16
+    # 80 GB hold the activations of this model, 45 GiB do not.
+    assert own["H100 SXM"].settings["gradient_checkpointing"] is False
+    assert "gradient_checkpointing" not in own["A40"].settings
+
+
+def test_a_job_that_does_not_fit_as_it_is_may_fit_with_a_smaller_micro_batch() -> None:
+    job = {**LLAMA, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
+    (given,) = search.compare({**job, "cloud": "RunPod"}, ["A40"], as_is=True)
+    (own,) = search.compare({**job, "cloud": "RunPod"}, ["A40"])
+    assert (given.fits, own.fits) == (False, True)
+    assert own.settings["per_device_train_batch_size"] * own.settings["gradient_accumulation_steps"] == 64
+
+
+def test_spot_with_interruptions_is_ranked_by_what_is_expected() -> None:
+    job = {**LLAMA, "cloud": "RunPod"}
+    (plain,) = search.compare(job, ["A40"], ["spot"])
+    (interrupted,) = search.compare(job, ["A40"], ["spot"], spot=SpotTerms(0.5, restart_seconds=600))
+    assert plain.spot is None
+    assert any("lost work" in warning for warning in plain.warnings)
+    assert interrupted.spot is not None
+    assert interrupted.warnings == ()
+    assert plain.total_usd is not None
+    assert plain.total_seconds is not None
+    assert interrupted.total_usd == pytest.approx(plain.total_usd * interrupted.total_seconds / plain.total_seconds)
+    lost = interrupted.spot.num_interruptions * (interrupted.spot.save_interval_seconds / 2 + 600)
+    assert interrupted.total_seconds == pytest.approx(plain.total_seconds + lost)
+
+
+def test_old_prices_are_said() -> None:
+    job = {**LLAMA, "cloud": "RunPod"}
+    (fresh,) = search.compare(job, ["A40"], today=datetime.date(2026, 11, 9))
+    (stale,) = search.compare(job, ["A40"], today=datetime.date(2026, 11, 30))
+    assert fresh.warnings == ()
+    assert stale.warnings == ("the price of RunPod A40 on_demand is 103 days old: check it, or run ftcost prices --update",)
+
+
+def test_skypilot_block_is_yaml_that_skypilot_reads() -> None:
+    found = search.compare(LLAMA, ["A40", "A100-SXM4-40GB", "L40S"], ["on_demand", "spot"])
+    text = resources_block(found)
+    ordered = yaml.safe_load(text)["resources"]["ordered"]
+    # The fields and clouds that SkyPilot 0.14 takes (sky/utils/schemas.py, sky/clouds).
+    assert {name for entry in ordered for name in entry} <= {"infra", "accelerators", "instance_type", "use_spot"}
+    known = {"aws", "gcp", "lambda", "runpod", "azure", "cudo", "nebius", "mithril", "verda", "vast", "do"}
+    assert {entry["infra"].split("/")[0] for entry in ordered} <= known
+    p4d = {"infra": "aws/us-east-1", "accelerators": "A100:8", "instance_type": "p4d.24xlarge", "use_spot": False}
+    assert p4d in ordered
+    assert {"infra": "runpod", "accelerators": "A40:1", "use_spot": True} in ordered
+    assert "# not on SkyPilot: L40S at CoreWeave" in text
+    assert len(ordered) + text.count("not on SkyPilot") == len([each for each in found if each.fits])
+
+
+def test_skypilot_block_without_anything_that_fits() -> None:
+    found = search.compare({**LLAMA, "cloud": "AWS"}, ["T4"])
+    assert yaml.safe_load(resources_block(found)) == {"resources": {"ordered": []}}

@@ -1,0 +1,298 @@
+"""Which settings make a job cheaper: what is searched, what stays, what is suggested."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel import cli, report
+from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.estimation import estimate
+from costmodel.search import Change, OptimizeResult, optimize, samples_per_step
+from costmodel.spot import SpotTerms
+
+LLAMA: dict[str, Any] = {
+    "model": "meta-llama/Llama-2-7b-hf",
+    "gpu": "A40",
+    "method": "lora",
+    "bf16": True,
+    "framework": "trl",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_length": 1024,
+    "lengths": {"dataset": "math_14k"},
+    "num_samples": 15_000,
+}
+FULL = {**LLAMA, "gpu": "H100 SXM", "method": "full", "dtype": "bfloat16", "optim": "adamw_torch"}
+
+
+@pytest.fixture(autouse=True)
+def _no_prices_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path))
+    monkeypatch.delenv("FTCOST_USD_PER_GPU_HOUR", raising=False)
+    monkeypatch.delenv("FTCOST_PRICE_FILE", raising=False)
+
+
+def change(result: OptimizeResult, **settings: Any) -> Change:
+    (found,) = [each for each in result.changes if settings.items() <= each.settings.items()]
+    return found
+
+
+def test_the_best_is_cheaper_fits_and_keeps_the_batch() -> None:
+    result = optimize(LLAMA)
+    assert result.start.settings == {}
+    assert result.start.fits
+    assert result.best.estimate is not None
+    assert result.best.estimate.verdict == "fits"
+    assert result.saves_usd is not None
+    assert result.saves_usd > 0.2 * (result.start.total_usd or 0)
+    before, after = result.effective_batch_size
+    assert before == pytest.approx(16)
+    assert after == pytest.approx(16, rel=0.25)
+    assert result.unmet == ()
+
+
+def test_savings_are_the_differences_of_estimates() -> None:
+    result = optimize(LLAMA)
+    given, best = estimate(LLAMA), estimate({**LLAMA, **result.best.settings})
+    assert given.total_seconds is not None
+    assert best.total_seconds is not None
+    assert result.saves_seconds == pytest.approx(given.total_seconds - best.total_seconds)
+    # the A40's cheapest dated price
+    assert result.saves_usd == pytest.approx((given.total_seconds - best.total_seconds) / 3600 * 0.44)
+    assert result.saves_bytes == given.memory.peak_device_bytes - best.memory.peak_device_bytes
+    for each in result.changes:
+        alone = estimate({**LLAMA, **each.settings})
+        assert alone.total_seconds is not None
+        assert each.saves_seconds == pytest.approx(given.total_seconds - alone.total_seconds)
+        assert each.saves_bytes == given.memory.peak_device_bytes - alone.memory.peak_device_bytes
+        assert alone.verdict in ("fits", "tight")
+
+
+def test_no_combination_of_the_changes_beats_the_best() -> None:
+    """By brute force over what the job leaves open."""
+    result = optimize(LLAMA)
+    assert result.best.total_seconds is not None
+    flash = {"attn_implementation": "flash_attention_2"}
+    data: list[dict[str, Any]] = [
+        {},
+        {"train_sampling_strategy": "group_by_length"},
+        {"padding_free": True, **flash},
+    ]
+    for rows, checkpointing, batch in itertools.product(data, (True, False), (1, 2, 4, 8, 16)):
+        tried = estimate(
+            {
+                **LLAMA,
+                **rows,
+                "gradient_checkpointing": checkpointing,
+                "per_device_train_batch_size": batch,
+                "gradient_accumulation_steps": 16 // batch,
+            }
+        )
+        if tried.verdict == "fits":
+            assert tried.total_seconds is not None
+            assert result.best.total_seconds <= tried.total_seconds * 1.005
+
+
+def test_what_the_job_fixes_stays_and_is_told() -> None:
+    result = optimize({**LLAMA, "packing": False, "attn_implementation": "sdpa"})
+    assert "packing" not in result.best.settings
+    assert "attn_implementation" not in result.best.settings
+    packing = change(result, packing=True)
+    assert packing.held == ("attn_implementation", "packing")
+    assert packing.saves_usd is not None
+    assert packing.saves_usd > 0
+
+
+def test_a_given_field_may_be_freed() -> None:
+    held = optimize({**FULL, "gradient_checkpointing": True})
+    assert "optim" not in held.best.settings
+    assert change(held, optim="adamw_torch_fused").held == ("optim",)
+    freed = optimize({**FULL, "gradient_checkpointing": True}, free=["optim"])
+    assert freed.best.settings["optim"] != "adamw_torch"
+    assert "gradient_checkpointing" not in freed.best.settings
+    everything = optimize({**FULL, "gradient_checkpointing": True}, free=["all"])
+    assert everything.best.settings["gradient_checkpointing"] is False
+    assert all(each.held == () for each in everything.changes)
+
+
+def test_the_optimizer_stays_in_its_family() -> None:
+    result = optimize({**FULL, "optim": "lion_32bit"}, free=["all"])
+    assert {each.settings["optim"] for each in result.changes if "optim" in each.settings} <= {
+        "lion_8bit",
+        "paged_lion_8bit",
+    }
+    assert not [each for each in optimize({**FULL, "optim": "sgd"}, free=["all"]).changes if "optim" in each.settings]
+
+
+def test_the_base_is_requantised_only_if_allowed() -> None:
+    job = {**LLAMA, "gpu": "RTX 3090"}
+    refused = optimize(job)
+    assert not [each for each in refused.changes if "quantization" in each.settings]
+    allowed = optimize(job, allow_quantization=True)
+    assert refused.start.fits is False
+    assert allowed.best.settings["quantization"] == "nf4"
+    assert allowed.best.fits
+    assert allowed.saves_usd is None  # the job as given never runs, so nothing is saved on it
+    assert allowed.saves_bytes > 0
+    assert "the package bitsandbytes; another base changes the result" in allowed.needs
+
+
+def test_a_quantised_base_may_be_loaded_in_16_bit_instead() -> None:
+    job = {**LLAMA, "gpu": "H100 SXM", "method": "qlora", "quantization": "nf4", "dtype": "bfloat16"}
+    whole = change(optimize(job, allow_quantization=True), quantization=None)
+    assert whole.settings == {"method": "lora", "quantization": None, "dtype": "bfloat16"}
+    assert whole.saves_bytes < 0
+
+
+def test_only_a_free_batch_changes_the_samples_of_a_step() -> None:
+    job = {**FULL, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    kept = optimize(job)
+    assert kept.effective_batch_size[1] == pytest.approx(1)
+    freed = optimize(job, free_batch=True)
+    assert freed.effective_batch_size[1] is not None
+    assert freed.effective_batch_size[1] > 4
+    assert (freed.best.total_usd or 0) < (kept.best.total_usd or 0)
+
+
+def test_no_padding_free_rows_without_a_flash_kernel() -> None:
+    # A V100 (compute capability 7.0) has none.
+    result = optimize({**LLAMA, "gpu": "V100-SXM2-32GB", "bf16": False, "fp16": True})
+    for each in result.changes:
+        assert not {"padding_free", "attn_implementation"} & set(each.settings)
+
+
+def test_stock_transformers_does_not_pack() -> None:
+    result = optimize({**LLAMA, "framework": "transformers", "gpu": "A100-SXM4-80GB"})
+    assert not [each for each in result.changes if each.settings.get("packing")]
+    flattened = change(result, padding_free=True)
+    assert "DataCollatorWithFlattening as data_collator" in flattened.needs
+
+
+def test_experts_in_a_loop_are_slow() -> None:
+    job = {
+        **LLAMA,
+        "model": "allenai/OLMoE-1B-7B-0924",
+        "gpu": "A100-SXM4-80GB",
+        "experts_implementation": "eager",
+        "framework_version": "1.16",
+    }
+    grouped = change(optimize(job), experts_implementation="grouped_mm")
+    assert grouped.held == ("experts_implementation",)
+    assert grouped.saves_seconds is not None
+    assert grouped.saves_seconds > 0
+
+
+def test_without_lengths_only_memory_is_weighed() -> None:
+    job = {name: value for name, value in LLAMA.items() if name != "lengths"} | {"per_device_train_batch_size": 64}
+    result = optimize(job)
+    assert not result.start.fits
+    assert result.best.fits
+    assert result.saves_usd is None
+    assert result.effective_batch_size == (None, None)
+    settings = result.best.settings
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 256
+
+
+def test_limits_choose_among_gpus() -> None:
+    gpus = ["A40", "H100 SXM"]
+    cheap = optimize(LLAMA, gpus)
+    assert cheap.others[0].gpu != cheap.best.gpu
+    by_gpu = {each.gpu: each for each in (cheap.best, *cheap.others)}
+    slow, fast = by_gpu["A40"], by_gpu["H100 SXM"]
+    assert slow.total_seconds is not None
+    assert fast.total_seconds is not None
+    between = (slow.total_seconds + fast.total_seconds) / 2 / 3600
+    assert optimize(LLAMA, gpus, deadline_hours=between).best.gpu == "H100 SXM"
+    assert optimize(LLAMA, gpus, budget_usd=1000).best.gpu == "H100 SXM"  # the fastest that the money buys
+    unmet = optimize(LLAMA, gpus, budget_usd=0.01, deadline_hours=1000)
+    assert unmet.unmet == ("budget_usd",)
+
+
+def test_a_job_without_a_gpu_is_searched_on_the_pareto_front() -> None:
+    result = optimize({name: value for name, value in LLAMA.items() if name != "gpu"})
+    assert result.best.price is not None
+    assert result.best.fits
+    assert len(result.others) <= 3
+
+
+def test_the_jobs_own_price_and_interruptions_are_used() -> None:
+    result = optimize({**LLAMA, "usd_per_gpu_hour": 1.0})
+    assert result.best.total_usd == pytest.approx((result.best.total_seconds or 0) / 3600)
+    spot = optimize({**LLAMA, "tier": "spot"}, spot=SpotTerms(0.2, 300))
+    assert spot.best.spot is not None
+    assert spot.best.total_usd == spot.best.spot.expected_usd
+
+
+def test_samples_per_step_counts_all_gpus() -> None:
+    assert samples_per_step(estimate({**LLAMA, "num_gpus": 2})) == pytest.approx(32)
+
+
+def test_errors() -> None:
+    with pytest.raises(UnknownNameError, match="no Job field matches 'optimizer'"):
+        optimize(LLAMA, free=["optimizer"])
+    with pytest.raises(UnknownNameError, match="no GPU matches"):
+        optimize(LLAMA, ["A41"])
+    with pytest.raises(UnknownNameError, match="no tier matches"):
+        optimize(LLAMA, tiers=["preemptible"])
+    with pytest.raises(CostModelError, match="max_length is required"):
+        optimize({**LLAMA, "framework": "transformers", "max_length": None})
+
+
+def test_few_enough_estimates_for_two_seconds() -> None:
+    # About a millisecond each.
+    assert optimize(LLAMA, allow_quantization=True).num_estimates < 500
+    moe = {**LLAMA, "model": "Qwen/Qwen3-30B-A3B", "gpu": "B200", "gradient_accumulation_steps": 60}
+    assert optimize(moe, free=["all"], allow_quantization=True).num_estimates < 1500
+
+
+# --- the command
+
+
+def _flags(job: dict[str, Any]) -> list[str]:
+    return [
+        "-m",
+        job["model"],
+        *("-g", job["gpu"], "--method", job["method"], "--bf16", "--framework", "trl", "-b", "4", "--accum", "4"),
+        *("--seq-len", "1024", "--lengths", "dataset:math_14k", "--samples", "15000"),
+    ]
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["optimize", *_flags(LLAMA), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["settings"] == dict(optimize(LLAMA).best.settings)
+    assert cli.run(["optimize", *_flags(LLAMA)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Each change alone")
+    assert "Best on 1 x A40\n" in shown
+    assert "padding_free: true" in shown or "packing: true" in shown
+    assert cli.run(["optimize", *_flags(LLAMA), "--markdown"]) == 0
+    assert "**Best on 1 x A40**" in capsys.readouterr().out
+
+
+def test_command_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["optimize", *_flags(LLAMA), "--budget-usd", "0.01"]) == 4
+    assert "no settings keep --budget-usd 0.01; these come nearest" in capsys.readouterr().err
+    assert cli.run(["optimize", *_flags({**LLAMA, "gpu": "T4"}), "--no-bf16", "--fp16"]) == 3
+    assert "--allow-quantization" in capsys.readouterr().err
+    assert cli.run(["optimize", *_flags(LLAMA), "--free", "optimizer"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_settings_as_words() -> None:
+    settings = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": False,
+        "quantization": None,
+        "optim": "lion_8bit",
+    }
+    assert report.settings_text(settings) == "batch 8 x 2, checkpointing off, unquantised, optim=lion_8bit"
+    assert report.settings_text({}) == ""
+    assert report.format_saving(-3600.0 * 3, report.format_seconds) == "-3 h"
+    assert report.format_saving(None, report.format_usd) == ""
