@@ -106,17 +106,21 @@ FIRST_STEP_FACTOR: Final = 5.0  # the first step against the others: kernel sele
 COMPILE_SECONDS: Final = 60.0
 
 # --- intervals ---------------------------------------------------------------------------------------------------------
-# Half widths of the 80 % interval, as a log ratio, by regime; from the errors with a whole source left out.
+# Half widths of the 80 % interval, as a log ratio, by regime: the quantile of the errors with a whole source left out, each
+# source weighing the same (docs/accuracy.md), rounded up.
 STEP_INTERVAL: Final[dict[str, float]] = {
-    "device": 0.11,
-    "mixed": 0.17,
-    "host": 0.27,
-    "moe_device": 0.24,
-    "moe_mixed": 0.19,
-    "moe_host": 0.40,
+    "device": 0.14,
+    "mixed": 0.18,
+    "host": 0.20,
+    "moe_device": 0.36,
+    "moe_mixed": 0.20,
+    "moe_host": 0.25,
 }
 UNMEASURED_CARD_FACTOR: Final = 1.4
 UNKNOWN_STACK_FACTOR: Final = 1.6
+# The width grows with the distance of the nearest measured run beyond 1, up to a limit. Assumed.
+WIDENING_PER_DISTANCE: Final = 0.15
+MAX_DISTANCE_FACTOR: Final = 1.5
 # Cards that measured step times cover.
 MEASURED_CARDS: Final = frozenset(
     {

@@ -88,16 +88,22 @@ class PriceUpdate:
 
 
 def fetch_offers() -> tuple[list[Any], str]:
-    """Every GPU offer that gpuhunt knows, and the version that told. Needs the network.
+    """Every GPU offer that gpuhunt knows, and the version that told.
 
-    Raises :class:`MissingExtraError` without gpuhunt, :class:`CostModelError` where it cannot load its catalogue.
+    Needs the network, unless ``GPUHUNT_CATALOG_DIR`` (gpuhunt's own variable) names a folder of its catalogues. Raises :class:`MissingExtraError` without gpuhunt, :class:`CostModelError` where it cannot load its catalogue.
     """
     try:
         gpuhunt: Any = importlib.import_module("gpuhunt")
     except ImportError:
         raise MissingExtraError("gpuhunt", "prices", "ftcost prices --update") from None
     try:
-        offers = list(gpuhunt.query(min_gpu_count=1))
+        folder = os.environ.get("GPUHUNT_CATALOG_DIR")
+        if folder:
+            # gpuhunt.query() loads from the network first and gives up without it, local catalogues or not.
+            providers = sorted(name.removesuffix(".csv") for name in os.listdir(folder) if name.endswith(".csv"))
+            offers = list(gpuhunt.Catalog(auto_reload=False).query(provider=providers, min_gpu_count=1))
+        else:
+            offers = list(gpuhunt.query(min_gpu_count=1))
     except Exception as error:  # whatever its providers and the network have to say
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CostModelError(f"gpuhunt gave no prices ({text}); the prices you have stay as they are") from None

@@ -1,31 +1,39 @@
-"""80 % intervals: by regime and class of job, wider where nothing was measured."""
+"""80 % intervals: by regime and class of job, wider where nothing was measured; and the measured runs that are nearest."""
 
 from __future__ import annotations
 
+import csv
+import functools
 import math
-from typing import Final
+import os
+from dataclasses import dataclass
+from typing import Any, Final
 
 from costmodel import constants as c
+from costmodel.catalog import DATA_FOLDER
 from costmodel.defaults import ResolvedJob
 from costmodel.memory import MemoryBreakdown, job_class
+from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec
 from costmodel.step_time import StepTime
+from costmodel.workload import Batch
 
 INTERVAL_LEVEL: Final = 0.8
 _KNOWN_STACKS: Final = frozenset({"transformers", "trl", "axolotl", "llamafactory", "litgpt"})
 
 
-def step_interval_factor(job: ResolvedJob, gpu: GpuSpec, step: StepTime) -> float:
+def step_interval_factor(job: ResolvedJob, gpu: GpuSpec, step: StepTime, distance: float = 0.0) -> float:
     """The step takes between ``seconds / factor`` and ``seconds * factor``.
 
-    The half width of the log is that of the regime (errors with a whole source left out), wider on a card or a stack that no
-    measured run covers.
+    The half width of the log is that of the regime (errors with a whole source left out). It is wider on a card or a stack
+    that no measured run covers, and with the ``distance`` of the nearest measured run (:func:`nearest_runs`).
     """
     width = c.STEP_INTERVAL[step.regime]
     if gpu.name not in c.MEASURED_CARDS:
         width *= c.UNMEASURED_CARD_FACTOR
     if job.framework not in _KNOWN_STACKS or job.torch_compile or job.use_liger_kernel:
         width *= c.UNKNOWN_STACK_FACTOR
+    width *= min(c.MAX_DISTANCE_FACTOR, 1.0 + c.WIDENING_PER_DISTANCE * max(0.0, distance - 1.0))
     return math.exp(width)
 
 
@@ -35,3 +43,80 @@ def memory_interval(job: ResolvedJob, memory: MemoryBreakdown, *, on_cpu: bool =
     low_context, high_context = (0, 0) if on_cpu else c.CUDA_CONTEXT_INTERVAL_BYTES
     low = max(memory.peak_allocated_bytes, int(memory.peak_reserved_bytes * (1 - width)))
     return low + low_context, int(memory.peak_reserved_bytes * (1 + width)) + high_context
+
+
+# --- the nearest measured runs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """One public run: what decides how like another it is, its step, and our estimate with its source left out."""
+
+    run: str
+    kind: str  # full | lora | the quantisation of the base
+    is_moe: bool
+    is_checkpointed: bool
+    gpu: str
+    framework: str
+    active_params: float
+    tokens: float  # of a micro-batch, padding included
+    measured_seconds: float  # of one optimizer step
+    estimated_seconds: float
+
+
+@functools.cache
+def measured_runs() -> tuple[MeasuredRun, ...]:
+    """The public runs of ``data/evidence.csv``."""
+    with open(os.path.join(DATA_FOLDER, "evidence.csv"), encoding="utf-8", newline="") as file:
+        return tuple(
+            MeasuredRun(
+                row["run"],
+                row["kind"],
+                row["is_moe"] == "yes",
+                row["is_checkpointed"] == "yes",
+                row["gpu"],
+                row["framework"],
+                float(row["active_params"]),
+                float(row["tokens"]),
+                float(row["measured_seconds"]),
+                float(row["estimated_seconds"]),
+            )
+            for row in csv.DictReader(file)
+        )
+
+
+def job_kind(job: ResolvedJob) -> str:
+    """Full, LoRA, or what the base under the adapters is quantised to."""
+    return job.quantization or ("lora" if job.is_peft else "full")
+
+
+def nearest_runs(
+    model: ModelSpec, job: ResolvedJob, gpu: GpuSpec, batch: Batch, count: int = 3
+) -> tuple[dict[str, Any], ...]:
+    """The ``count`` measured runs most like this job, nearest first, as the answer's ``evidence``.
+
+    ``measured`` and ``estimated`` are seconds of one optimizer step of that run; the estimate was made without any run of
+    its source. ``distance``: 1 for a factor of four in active parameters or in tokens, for another kind of method, or for
+    another card and stack; 2 between a dense model and a mixture of experts; the root of the sum of squares.
+    """
+    kind, size, tokens = job_kind(job), math.log(model.num_active_params), math.log(max(1.0, batch.num_tokens))
+    ranked = []
+    for run in measured_runs():
+        squares = ((size - math.log(run.active_params)) ** 2 + (tokens - math.log(run.tokens)) ** 2) / _LOG_FOUR_SQUARED
+        squares += (kind != run.kind) + 4.0 * (model.is_moe != run.is_moe)
+        squares += 0.5 * (gpu.name != run.gpu) + 0.5 * (job.framework != run.framework)
+        squares += 0.25 * (job.gradient_checkpointing != run.is_checkpointed)
+        ranked.append((squares, run.run, run))
+    ranked.sort(key=lambda entry: entry[:2])
+    return tuple(
+        {
+            "run": run.run,
+            "measured": run.measured_seconds,
+            "estimated": run.estimated_seconds,
+            "distance": math.sqrt(squares),
+        }
+        for squares, _, run in ranked[:count]
+    )
+
+
+_LOG_FOUR_SQUARED: Final = math.log(4.0) ** 2

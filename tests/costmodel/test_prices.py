@@ -55,6 +55,7 @@ CELLS = {
 def _no_prices_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.delenv("FTCOST_PRICE_FILE", raising=False)
+    monkeypatch.delenv("GPUHUNT_CATALOG_DIR", raising=False)
 
 
 def test_every_row_names_a_catalogued_gpu_and_a_tier() -> None:
@@ -300,7 +301,7 @@ def test_machine_and_gpu_price_of_a_line_must_agree(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("cloud,gpu\nc,A40\n", "has no column tier, usd_per_gpu_hour or usd_per_instance_hour"),
-        ("", "has no column cloud, gpu, tier"),
+        ("", r"has no column cloud, gpu, tier"),
         ("cloud,gpu,tier,usd_per_gpu_hour\nc,A40,spot,0\n", r"holds no usable price; .* means unknown, not free"),
         ("cloud,gpu,tier,usd_per_gpu_hour\n\xff", "holds no usable price"),
     ],
@@ -441,8 +442,15 @@ def _install_gpuhunt(monkeypatch: pytest.MonkeyPatch, offers: list[CatalogItem] 
             raise offers
         return [item for item in offers if item.gpu_count >= filters["min_gpu_count"]]
 
+    class Catalog:
+        def __init__(self, auto_reload: bool = True) -> None:
+            assert not auto_reload  # would ask the network
+
+        query = staticmethod(query)
+
     module = types.ModuleType("gpuhunt")
     module.query = query  # type: ignore[attr-defined]
+    module.Catalog = Catalog  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gpuhunt", module)
     return asked
 
@@ -467,6 +475,16 @@ def test_update_goes_before_the_built_in_prices(monkeypatch: pytest.MonkeyPatch,
         {"model": "meta-llama/Llama-2-7b-hf", "cloud": "AWS", "method": "lora", "framework": "trl"}, ["A100-SXM4-40GB"]
     )
     assert p4d.bill_usd_per_hour == 19.22
+
+
+def test_a_local_catalogue_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "runpod.csv").touch()
+    (tmp_path / "aws.csv").touch()
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
+    asked = _install_gpuhunt(monkeypatch, OFFERS)
+    assert fetch_offers()[0] == [offer for offer in OFFERS if offer.gpu_count]
+    assert asked == [{"provider": ["aws", "runpod"], "min_gpu_count": 1}]
 
 
 def test_an_update_older_than_the_built_in_prices_gives_way() -> None:
