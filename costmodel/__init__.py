@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from costmodel.errors import CostModelError
     from costmodel.estimation import Estimate, estimate
     from costmodel.hf_config import ModelSpec, model_spec_from_config
-    from costmodel.search import compare
+    from costmodel.search import compare, optimize
     from costmodel.specs import GpuSpec, Job, Lengths, Price
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "list_models",
     "list_prices",
     "model_spec_from_config",
+    "optimize",
 ]
 
 _HOMES = {
@@ -53,6 +54,7 @@ _HOMES = {
     "list_models": "catalog",
     "list_prices": "catalog",
     "model_spec_from_config": "hf_config",
+    "optimize": "search",
 }
 
 

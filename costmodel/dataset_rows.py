@@ -105,7 +105,8 @@ def _holds_lines(path: str) -> bool:
     """Many a ``.json`` holds one object a line."""
     with open(path, "rb") as file:
         first = file.readline(MAX_LINE_BYTES).lstrip(b"\xef\xbb\xbf").strip()
-    if not first.startswith(b"{"):
+        has_more = bool(file.readline(MAX_LINE_BYTES))
+    if not (has_more and first.startswith(b"{")):
         return False
     try:
         json.loads(first)
@@ -133,7 +134,9 @@ def _json_rows(path: str, num_bytes: int) -> Iterator[Mapping[str, Any]]:
         raise CostModelError(f"{path} is larger than {MAX_JSON_BYTES // 2**30} GiB; save it as .jsonl, one row a line")
     with open(path, "rb") as file:
         value = _json(file.read(), path)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and _is_sample(value):
+        value = [value]
+    elif isinstance(value, dict):
         lists = [rows for rows in value.values() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
         if len(lists) != 1:
             raise CostModelError(f"{path} must hold a list of rows, or a mapping with one such list")
@@ -142,6 +145,13 @@ def _json_rows(path: str, num_bytes: int) -> Iterator[Mapping[str, Any]]:
         raise CostModelError(f"{path} must hold a list of rows; it holds {type(value).__name__}")
     for number, row in enumerate(value, start=1):
         yield _row(row, f"{path}: row {number}")
+
+
+def _is_sample(row: Mapping[str, Any]) -> bool:
+    try:
+        return format_of(row, "").read(row) is not None
+    except CostModelError:
+        return False
 
 
 def _json(data: bytes, where: str) -> Any:

@@ -499,6 +499,7 @@ def optimization_tables(result: OptimizeResult, *, today: datetime.date | None =
                 tuple(
                     (f"{name}: {_value_text(value)}", f"was {_value_text(before.get(name))}")
                     for name, value in result.best.settings.items()
+                    if before.get(name) != value
                 ),
             )
         )
@@ -533,10 +534,13 @@ def _before_and_after(result: OptimizeResult, today: datetime.date | None) -> Ta
     ]
     if all(value is not None for value in result.effective_batch_size):
         rows.append(("samples per step", *(f"{value:.4g}" for value in result.effective_batch_size if value), ""))
+    title = f"Best on {best.num_gpus} x {best.gpu}"
     price = best.price
     if price is not None:
-        rows.append(("price", _price_text(price.model_dump(), today), "", ""))
-    return Table(f"Best on {best.num_gpus} x {best.gpu}", tuple(rows), columns, ())
+        offer = " ".join(part for part in (price.cloud, price.product, price.tier) if part) if price.cloud else price.source
+        dated = f", as of {price.as_of}{format_age(price.as_of, today)}" if price.as_of else ""
+        title += f" at {format_usd(best.bill_usd_per_hour)}/h ({offer}{dated})"
+    return Table(title, tuple(rows), columns, ())
 
 
 def format_saving(saved: float | None, form: Callable[[Any], str]) -> str:

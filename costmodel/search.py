@@ -488,20 +488,18 @@ def optimize(
 
 @dataclass(frozen=True, slots=True)
 class _Alternative:
-    """Other values for one group of fields, and the answer with them alone."""
+    """Other values for one group of fields, and the answer with them alone.
+
+    ``shown`` is what a person may do: where the change alone does not fit, or moves the samples of a step, with the
+    micro-batch that mends it; ``None`` where none does.
+    """
 
     group: str
     settings: Mapping[str, Any]
     answer: Estimate
     held: tuple[str, ...]
     base: Estimate
-
-    @property
-    def has_effect(self) -> bool:
-        before, after = _time_of(self.base), _time_of(self.answer)
-        moved = not math.isinf(before) and abs(after - before) > _NO_EFFECT * before
-        peak = self.base.memory.peak_device_bytes
-        return moved or abs(self.answer.memory.peak_device_bytes - peak) > _NO_EFFECT * peak
+    shown: tuple[Mapping[str, Any], Estimate] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,18 +542,41 @@ def _single_changes(
     found = []
     for group, different in _alternatives(base, gpu, allow_quantization=allow_quantization):
         answer = trials(different)
-        if answer is None:
+        if answer is None or not _differ(base, answer):
             continue
         # The settings of one change name only what it changes, so a field that was given the same value is not in it.
-        alternative = _Alternative(group, different, answer, tuple(sorted(held & set(different))), base)
-        if alternative.has_effect:
-            found.append(alternative)
+        fixed = tuple(sorted(held & set(different)))
+        found.append(_Alternative(group, different, answer, fixed, base, _mended(trials, base, different, answer)))
     batches = list(_fitting_batches(trials, {}, _batch_settings(base.job, _product(base.job))))
     if batches:
         best_batch, answer = _best([({}, base), *batches])
         if best_batch:
-            found.append(_Alternative(BATCH, best_batch, answer, (), base))
+            found.append(_Alternative(BATCH, best_batch, answer, (), base, (best_batch, answer)))
     return tuple(found)
+
+
+def _mended(
+    trials: _Trials, base: Estimate, settings: Mapping[str, Any], answer: Estimate
+) -> tuple[Mapping[str, Any], Estimate] | None:
+    """The change as it is where it fits and keeps the samples of a step, else with the best micro-batch that makes it so."""
+    before, after = samples_per_step(base), samples_per_step(answer)
+    keeps = before is None or after is None or abs(after / before - 1) <= EFFECTIVE_BATCH_TOLERANCE
+    if keeps and answer.verdict in _VERDICTS:
+        return settings, answer
+    fitting = list(_fitting_batches(trials, settings, _batches(base, answer, free_batch=False)))
+    if not fitting:
+        return None
+    mended, mended_answer = _best(fitting)
+    batch_alone = trials({name: mended[name] for name in _BATCH_FIELDS if name in mended})
+    return (mended, mended_answer) if batch_alone is None or _differ(batch_alone, mended_answer) else None
+
+
+def _differ(one: Estimate, other: Estimate) -> bool:
+    """Whether time or memory moves by more than nothing."""
+    before, after = _time_of(one), _time_of(other)
+    moved = not math.isinf(before) and abs(after - before) > _NO_EFFECT * before
+    peak = one.memory.peak_device_bytes
+    return moved or abs(other.memory.peak_device_bytes - peak) > _NO_EFFECT * peak
 
 
 _FLATTENING_FRAMEWORKS: Final = frozenset({"trl", "axolotl", "llamafactory", "unsloth", "transformers"})
@@ -723,18 +744,19 @@ def _result(
 
     changes = []
     for each in chosen.alternatives:
-        if each.answer.verdict not in _VERDICTS:
+        if each.shown is None:
             continue
-        seconds = saved(each.base.total_seconds, each.answer.total_seconds)
+        settings, answer = each.shown
+        seconds = saved(each.base.total_seconds, answer.total_seconds)
         changes.append(
             Change(
-                settings=each.settings,
-                estimate=each.answer,
+                settings=settings,
+                estimate=answer,
                 saves_usd=seconds * usd_per_second if seconds is not None and usd_per_second is not None else None,
                 saves_seconds=seconds,
-                saves_bytes=each.base.memory.peak_device_bytes - each.answer.memory.peak_device_bytes,
+                saves_bytes=each.base.memory.peak_device_bytes - answer.memory.peak_device_bytes,
                 held=each.held,
-                needs=_needs(each.settings, each.base),
+                needs=_needs(settings, each.base),
             )
         )
     changes.sort(key=lambda change: (-(change.saves_seconds or 0.0), -change.saves_bytes))

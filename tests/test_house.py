@@ -29,6 +29,7 @@ PUBLIC = {
         "list_models",
         "list_prices",
         "model_spec_from_config",
+        "optimize",
     ],
     "ftcost_callback": ["FTCostCallback", "estimate_trainer"],
 }

@@ -588,7 +588,8 @@ def _precision(reader: ConfigReader) -> None:
         reader.set("bf16", autocasts, "bf16")
     elif brain:
         reader.set("bf16", True, "bfloat16")
-    reader.set("fp16", fp16 and not is_bf16, *(["fp16"] if "fp16" in reader.config else []))
+    if fp16:
+        reader.set("fp16", not is_bf16, "fp16")
     if is_bf16 or brain:
         dtype = "bfloat16"
     elif is_on(reader.value("load_in_8bit")) or fp16 or half:

@@ -193,7 +193,9 @@ def read_training_arguments(reader: ConfigReader, *, logging_steps: float = 500)
     _optimizer(reader)
     _sampling(reader)
     _evaluation_and_saving(reader, logging_steps)
-    reader.set("fsdp", fsdp_words(reader.value("fsdp"), reader.value("fsdp_config")), "fsdp")
+    fsdp = reader.value("fsdp")
+    if is_on(fsdp):  # fsdp_config alone switches nothing on
+        reader.set("fsdp", fsdp_words(fsdp, reader.value("fsdp_config")), "fsdp")
     deepspeed = reader.value("deepspeed")
     if deepspeed is not None:
         reader.set("deepspeed", deepspeed_setting(reader, deepspeed, "deepspeed"), "deepspeed")

@@ -108,6 +108,20 @@ def test_what_the_job_fixes_stays_and_is_told() -> None:
     assert packing.saves_usd > 0
 
 
+def test_a_change_that_needs_a_smaller_micro_batch_comes_with_it() -> None:
+    # Without checkpointing, 16 samples at once do not fit; packed rows hold five samples each.
+    job = {**LLAMA, "gpu": "H100 SXM", "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    result = optimize(job)
+    plain = estimate({**job, "gradient_checkpointing": False})
+    assert plain.verdict == "does_not_fit"
+    without = change(result, gradient_checkpointing=False)
+    assert without.estimate.verdict == "fits"
+    assert without.settings["per_device_train_batch_size"] * without.settings["gradient_accumulation_steps"] == 16
+    packed = change(result, packing=True)
+    assert packed.settings["per_device_train_batch_size"] * packed.settings["gradient_accumulation_steps"] == 3
+    assert samples_per_step(packed.estimate) == pytest.approx(16, rel=0.25)
+
+
 def test_a_given_field_may_be_freed() -> None:
     held = optimize({**FULL, "gradient_checkpointing": True})
     assert "optim" not in held.best.settings
@@ -269,10 +283,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["optimize", *_flags(LLAMA)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Each change alone")
-    assert "Best on 1 x A40\n" in shown
+    assert "Best on 1 x A40 at $0.44/h (RunPod Secure A40 on_demand, as of 2026-08-19" in shown
     assert "padding_free: true" in shown or "packing: true" in shown
     assert cli.run(["optimize", *_flags(LLAMA), "--markdown"]) == 0
-    assert "**Best on 1 x A40**" in capsys.readouterr().out
+    assert "**Best on 1 x A40 at $0.44/h (" in capsys.readouterr().out
 
 
 def test_command_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,116 @@
+"""One summary row for each recorded run: what ``ftcost report --json`` prints, and the same in a few readable lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ftcost_callback.report_numbers import duration, percent, usd
+from ftcost_callback.report_run import ReportedRun, plan_ratio
+from ftcost_callback.report_series import finite, read_series, totals
+
+BUCKETS: Final = ("train", "eval", "save", "log", "startup", "other")
+_BUCKET_NAMES: Final = {
+    "train": "training",
+    "eval": "evaluating",
+    "save": "saving",
+    "log": "logging",
+    "startup": "starting up",
+    "other": "other",
+}
+_COUNTS: Final = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens")
+
+
+def summary_row(path: str | Path) -> dict[str, Any]:
+    """The run's summary row (see ``docs/run_record.md``) with what identifies the run in front of it.
+
+    A run without a summary (killed, still going, resumed and not yet ended) gets the same fields from its rows and the
+    status ``running_or_killed``. What was not measured is absent. Raises :class:`CostModelError` for what is no record.
+    """
+    series = read_series(Path(path))
+    run = ReportedRun(series, totals(series), "r0")
+    return _present(_identity(run)) | _figures(run) | ({"remarks": list(series.remarks)} if series.remarks else {})
+
+
+def summary_text(row: Mapping[str, Any]) -> str:
+    """The row for a person: one line that says what and how much, then where the time went and what was predicted."""
+    of = f" of {row['max_steps']}" if row.get("max_steps") else ""
+    status = str(row["status"]).replace("_", " ")
+    spent = f"{usd(row['spent_usd'])}, " if row.get("spent_usd") is not None else ""
+    lines = [f"{row['name']}: {status} at step {row.get('global_step', 0)}{of}: {spent}{duration(row['wall_seconds'])}"]
+    shares = [
+        f"{_BUCKET_NAMES[name]} {duration(row[f'{name}_seconds'])}"
+        for name in BUCKETS
+        if row[f"{name}_seconds"] >= 0.01 * row["wall_seconds"] > 0
+    ]
+    rates = []
+    if row.get("non_padding_tokens_per_second") is not None:
+        rates.append(f"{row['non_padding_tokens_per_second']:,.0f} tokens/s")
+    if row.get("mfu") is not None:
+        rates.append(f"MFU {percent(row['mfu'])}")
+    predicted = []
+    if row.get("predicted_usd") is not None:
+        predicted.append(usd(row["predicted_usd"]))
+    if row.get("predicted_seconds") is not None:
+        predicted.append(duration(row["predicted_seconds"]))
+    if predicted:
+        ratio = row.get("total_measured_over_predicted")
+        rates.append(f"predicted {', '.join(predicted)}" + (f" (took {ratio:.2f}x)" if ratio is not None else ""))
+    lines += [f"  {', '.join(each)}" for each in (shares, rates) if each]
+    lines += [f"  {text}" for text in (row.get("verdict"), *row.get("remarks", ())) if text]
+    return "\n".join(lines)
+
+
+def _identity(run: ReportedRun) -> dict[str, Any]:
+    series = run.series
+    price = series.session("price")
+    before = run.before
+    ratio, _ = plan_ratio(run)
+    return {
+        "run": str(series.path),
+        "run_id": series.run_id,
+        "name": run.name,
+        "gpu": series.session("device").get("name"),
+        "num_sessions": len(series.sessions) or None,
+        "started_at": series.sessions[0].get("started_at") if series.sessions else None,
+        "max_steps": run.max_steps,
+        "usd_per_gpu_hour": finite(price.get("usd_per_gpu_hour")),
+        "predicted_usd": finite(before.get("total_usd")),
+        "predicted_seconds": finite(before.get("total_seconds")),
+        "projected_usd": None if run.is_over else series.last("projected_total_usd"),
+        "projected_seconds": None if run.is_over else series.last("projected_total_seconds"),
+        "total_measured_over_predicted": ratio if run.is_complete else None,
+    }
+
+
+def _figures(run: ReportedRun) -> dict[str, Any]:
+    series, sums = run.series, run.totals
+    bucket = sums.bucket_seconds
+    own: dict[str, Any] = {
+        "status": "running_or_killed",
+        "global_step": run.num_steps_done,
+        "wall_seconds": sums.wall_seconds,
+        "train_seconds": bucket["train"] + bucket["data_wait"],
+        "data_wait_seconds": bucket["data_wait"],
+        **{f"{name}_seconds": bucket[name] for name in BUCKETS if name != "train"},
+        "wasted_seconds": sums.wasted_seconds,
+        "spent_usd": sums.spent_usd,
+        "step_seconds_mean": run.steady_step_seconds,
+        "non_padding_tokens_per_second": run.tokens_per_second("num_non_padding_tokens"),
+        "mfu": run.mfu,
+        "peak_allocated_bytes": run.peak_bytes("peak_allocated_bytes"),
+        "peak_reserved_bytes": run.peak_bytes("peak_reserved_bytes"),
+        **{name: round(count) for name in _COUNTS if (count := series.total(name)) is not None},
+    }
+    written = {
+        name: value
+        for name, value in _present(dict(series.summary or {})).items()
+        # A figure that is no number does not replace the one counted from the rows.
+        if name != "type" and (name == "status" or name not in own or finite(value) is not None)
+    }
+    return _present(own) | written
+
+
+def _present(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}
