@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - the lines of a document are as long as in the document
 """Predicted against measured, step time and memory, of every usable public run.
 
     python accuracy/evaluate.py            tables on the terminal, with the shipped constants
@@ -166,9 +167,7 @@ def constants_table(report: Mapping[str, object]) -> list[str]:
             assert isinstance(section, dict)
             values += [each[name] for each in section.values() if each[name] != neutral]
         low, high = min(values), max(values)
-        lines.append(
-            f"| {name} | {shipped[name]:.3g} | {fitted[name]:.3g} | {low:.3g} to {high:.3g} | {high / low:.2f} |"
-        )
+        lines.append(f"| {name} | {shipped[name]:.3g} | {fitted[name]:.3g} | {low:.3g} to {high:.3g} | {high / low:.2f} |")
     return lines
 
 
@@ -321,7 +320,9 @@ def bars(runs: Sequence[Run], by_source: Errors, by_series: Errors, nested: Mapp
         lines.append(
             f"| {name} left out: mean below Eq. 2's own fitted error ({theirs:.1f} %) | {mean:.1f} % | {_yes(mean < theirs)} |"
         )
-    lines.append(f"| 80 % intervals cover 70 to 90 % of left-out runs | {100 * coverage:.0f} % | {_yes(0.7 <= coverage <= 0.9)} |")
+    lines.append(
+        f"| 80 % intervals cover 70 to 90 % of left-out runs | {100 * coverage:.0f} % | {_yes(0.7 <= coverage <= 0.9)} |"
+    )
     return lines
 
 
@@ -346,14 +347,18 @@ def coverage_rows(runs: Sequence[Run], nested: Mapping[str, bool], shipped: Mapp
     return lines
 
 
+EVIDENCE_COLUMNS = [
+    *("run", "kind", "is_moe", "is_checkpointed", "gpu", "framework"),
+    *("active_params", "tokens", "measured_seconds", "estimated_seconds"),
+]
+
+
 def write_evidence(runs: Sequence[Run], errors: Errors) -> None:
     """The package's table of measured runs, with our estimate made without the run's source."""
     path = ROOT / "costmodel" / "data" / "evidence.csv"
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            "run kind is_moe is_checkpointed gpu framework active_params tokens measured_seconds estimated_seconds".split()
-        )
+        writer.writerow(EVIDENCE_COLUMNS)
         for run in runs:
             assert run.seconds is not None
             measured = run.seconds * run.job.gradient_accumulation_steps

@@ -3,9 +3,9 @@
     python accuracy/fit.py            in-sample fit, then every source, card and series of the paper left out in turn
     python accuracy/fit.py --quick    the in-sample fit alone
 
-Every class (source and kind of job) weighs the same, the error is that of the logarithm, and its size counts almost linearly,
-so a row that the form cannot explain does not pull. What is fitted: :data:`FREE`. A constant that only the left-out runs
-witness stays at its neutral value.
+Every class (source and kind of job) weighs the same, the error is that of the logarithm, and its size counts almost
+linearly, so a row that the form cannot explain does not pull. What is fitted: :data:`FREE`. A constant that only the
+left-out runs witness stays at its neutral value.
 """
 
 from __future__ import annotations
@@ -148,17 +148,20 @@ def leave_out(runs: Sequence[Run], key: Callable[[Run], str], start: Constants) 
     return result
 
 
+LEFT_OUT: dict[str, Callable[[Run], str]] = {
+    "source": lambda run: run.source,
+    "card": lambda run: run.gpu.name,
+    "series": lambda run: run.series,
+}
+
+
 def main() -> None:
     runs = timed_runs()
     fitted = fit(runs)
     report: dict[str, object] = {"fitted": fitted, "num_runs": len(runs)}
     print(json.dumps(fitted, indent=1))
     if "--quick" not in sys.argv:
-        for name, key in (
-            ("source", lambda run: run.source),
-            ("card", lambda run: run.gpu.name),
-            ("series", lambda run: run.series),
-        ):
+        for name, key in LEFT_OUT.items():
             left = leave_out(runs, key, fitted)
             report[name] = {run_id: {"log_error": error} for run_id, (error, _) in left.items()}
             constants_by_key = {key(run): left[run.run_id][1] for run in runs}

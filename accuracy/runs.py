@@ -402,7 +402,7 @@ def nemo_runs() -> Iterator[Run]:
 
 
 def fsdp_qlora_runs() -> Iterator[Run]:
-    """fsdp_qlora's data-parallel rows: two cards, a full copy each, adapter gradients only; the clock covers the whole run."""
+    """fsdp_qlora's data-parallel rows: two cards, a full copy each, adapter gradients only, clocked over the whole run."""
     for row in _rows("fsdp_qlora"):
         quantized = row["method"] == "qlora"
         size = int(row["micro_batch"])

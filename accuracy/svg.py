@@ -76,9 +76,7 @@ def chart(
     for tick in _ticks(low_x, high_x, is_log):
         x, _ = at(tick, low_y)
         out.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{height - _BOTTOM}" stroke="#e3e3e3"/>')
-        out.append(
-            f'<text x="{x:.1f}" y="{height - _BOTTOM + 16}" {_FONT} text-anchor="middle" fill="#444">{tick:g}</text>'
-        )
+        out.append(f'<text x="{x:.1f}" y="{height - _BOTTOM + 16}" {_FONT} text-anchor="middle" fill="#444">{tick:g}</text>')
     for tick in _ticks(low_y, high_y, is_log):
         _, y = at(low_x, tick)
         out.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{width - _RIGHT}" y2="{y:.1f}" stroke="#e3e3e3"/>')
@@ -114,11 +112,7 @@ def chart(
                 f'stroke-width="2"{dash}/>'
             )
         else:
-            out += [
-                f'<circle cx="{x:.1f}" cy="{cy:.1f}" r="3.4" fill="{colour}" fill-opacity="0.65"/>' for x, cy in placed
-            ]
+            out += [f'<circle cx="{x:.1f}" cy="{cy:.1f}" r="3.4" fill="{colour}" fill-opacity="0.65"/>' for x, cy in placed]
             legend.append(f'<circle cx="{width - _RIGHT + 17}" cy="{y}" r="3.4" fill="{colour}"/>')
-        legend.append(
-            f'<text x="{width - _RIGHT + 32}" y="{y + 4}" {_FONT} fill="#222">{html.escape(mark.label)}</text>'
-        )
+        legend.append(f'<text x="{width - _RIGHT + 32}" y="{y + 4}" {_FONT} fill="#222">{html.escape(mark.label)}</text>')
     return "\n".join([*out, "</g>", *legend, "</svg>"]) + "\n"

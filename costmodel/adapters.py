@@ -1,14 +1,16 @@
 """Which weights a LoRA adapts, and how many parameters that trains: the rules of peft 0.21, counted exactly.
 
-peft adapts ``nn.Linear`` modules by name. transformers 5 stacks routed experts into parameters, and for the families in
-:data:`REWRITTEN_FAMILIES` peft rewrites the old per-expert names to those parameters: the stack gets one adapter an
-expert, its forward builds a merged copy of the whole stack.
-Source: peft 0.21.2, ``utils/transformers_weight_conversion.py`` and ``tuners/lora/layer.py`` (``ParamWrapper``).
+peft adapts ``nn.Linear`` modules (and ``Conv1D``) by name. transformers 5 stacks routed experts into parameters, and for the
+families in :data:`REWRITTEN_FAMILIES` peft rewrites the old per-expert names to those parameters: the stack gets one adapter
+an expert, its forward builds a merged copy of the whole stack.
+Source: peft 0.21.2, ``utils/transformers_weight_conversion.py``, ``tuners/tuners_utils.py`` and ``tuners/lora/layer.py``
+(``ParamWrapper``).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -17,8 +19,33 @@ from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError
 from costmodel.hf_config import Experts, Layer, Linear, ModelSpec
 
-REWRITTEN_FAMILIES: Final = frozenset({"mixtral", "qwen3_moe", "olmoe"})
-"""MoE families whose pre-v5 target names peft turns into ``target_parameters`` on transformers 5."""
+REWRITTEN_FAMILIES: Final = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "hunyuan_v1_moe",
+        "kimi_k2",
+        "minimax",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "qwen3_moe",
+        "qwen3_next",
+    }
+)
+"""MoE families whose pre-v5 target names peft turns into ``target_parameters`` on transformers 5.
+
+Source: ``_MODEL_TO_CONVERSION_PATTERN`` of transformers 5.24, the entries that lead to ``mixtral`` or ``qwen2_moe``.
+"""
+
+_MAMBA_FAMILIES: Final = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+"""Families whose fused kernels read ``out_proj`` themselves, so that peft refuses a LoRA on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +109,13 @@ class Adapters:
     """The adapters of a model, aligned with runs of equal (layer, adapters), plus fully trained copies."""
 
     runs: tuple[tuple[Layer, LayerAdapters, int], ...]
-    saved_modules_params: int = 0  # lora_modules_to_save: full copies of embed_tokens / lm_head
+    saved_modules_params: int = 0  # lora_modules_to_save: full copies of embed_tokens, lm_head, norms ...
+    outside: tuple[AdaptedLinear, ...] = ()  # outside the layers: projections, the head or the embedding where named
 
     @property
     def num_params(self) -> int:
-        return sum(adapters.num_params * count for _, adapters, count in self.runs) + self.saved_modules_params
+        layers = sum(adapters.num_params * count for _, adapters, count in self.runs)
+        return layers + self.saved_modules_params + sum(each.num_params for each in self.outside)
 
 
 def plan_adapters(model: ModelSpec, job: ResolvedJob) -> Adapters:
@@ -107,12 +136,37 @@ def plan_adapters(model: ModelSpec, job: ResolvedJob) -> Adapters:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """What ``lora_target_modules`` says: ``names`` by their end, ``pattern`` against the whole name; neither: all."""
+
+    names: frozenset[str] | None = None
+    pattern: re.Pattern[str] | None = None
+    excluded: re.Pattern[str] | None = None  # modules_to_save are trained whole, never adapted
+
+    @property
+    def is_all_linear(self) -> bool:
+        return self.names is None and self.pattern is None
+
+    def match(self, full_name: str) -> bool:
+        if self.excluded is not None and self.excluded.match(full_name):
+            return False
+        if self.pattern is not None:
+            return self.pattern.fullmatch(full_name) is not None
+        return self.names is None or _ends_with(full_name, self.names)
+
+
+def _ends_with(full_name: str, targets: frozenset[str]) -> bool:
+    """Whether a target is the name or a whole part of its end."""
+    return any(full_name == target or full_name.endswith(f".{target}") for target in targets)
+
+
 @lru_cache(maxsize=256)
 def _plan(
     model: ModelSpec,
     is_peft: bool,
     r: int,
-    targets: str | tuple[str, ...],
+    target_modules: str | tuple[str, ...],
     target_parameters: tuple[str, ...],
     modules_to_save: tuple[str, ...],
     dora: bool,
@@ -121,156 +175,173 @@ def _plan(
 ) -> Adapters:
     if not is_peft:
         return Adapters(tuple((layer, LayerAdapters(), count) for layer, count in model.layers))
-    rewritten: dict[str, int] = {}
-    if fused_experts and model.is_moe and model.family in REWRITTEN_FAMILIES:
+    targets = _targets(target_modules, modules_to_save)
+    ranks = dict.fromkeys(target_parameters, r)
+    if fused_experts and model.family in REWRITTEN_FAMILIES:
         targets, rewritten = _rewrite_expert_targets(model, targets, r)
-    parameter_ranks = dict.fromkeys(target_parameters, r) | rewritten
+        ranks |= rewritten
 
-    matches = _matcher(targets)
     runs: list[tuple[Layer, LayerAdapters, int]] = []
-    index = 0
-    for layer, count in model.layers:
-        for _ in range(count):
-            adapters = _adapt_layer(layer, index, matches, parameter_ranks, r, dora, fused_experts)
-            if runs and runs[-1][:2] == (layer, adapters):
-                runs[-1] = (layer, adapters, runs[-1][2] + 1)
-            else:
-                runs.append((layer, adapters, 1))
-            index += 1
-    saved = sum(_saved_module_params(model, name) for name in modules_to_save)
-    plan = Adapters(tuple(runs), saved)
+    for index, layer in enumerate(_each_layer(model)):
+        adapters = _adapt_layer(layer, f"{model.layers_path}.{index}", targets, ranks, r, dora, fused_experts)
+        if runs and runs[-1][:2] == (layer, adapters):
+            runs[-1] = (layer, adapters, runs[-1][2] + 1)
+        else:
+            runs.append((layer, adapters, 1))
+    plan = Adapters(
+        tuple(runs),
+        _saved_params(model, modules_to_save),
+        tuple(AdaptedLinear(each, r, dora) for each in _outside_linears(model, targets) if targets.match(each.name)),
+    )
+    if model.family in _MAMBA_FAMILIES and any(a.linear.leaf == "out_proj" for _, each, _ in runs for a in each.linears):
+        raise CostModelError(f"peft refuses a LoRA on out_proj of {model.family}; list the other linears as targets")
     if plan.num_params == 0:
         names = sorted({linear.leaf for layer, _ in model.layers for linear in layer.linears})
         raise CostModelError(
-            f"no weight of {model.name} matches lora_target_modules {targets!r}; its linears: {', '.join(names)}"
+            f"no weight of {model.name} matches lora_target_modules {target_modules!r}; its linears: {', '.join(names)}"
         )
-    if dropout and any(adapters.parameters for _, adapters, _ in runs):
+    if (dropout or dora) and any(adapters.parameters for _, adapters, _ in runs):
+        setting = "set lora_dropout to 0" if dropout else "turn use_dora off"
         raise CostModelError(
-            "peft refuses lora_dropout on stacked experts (target_parameters); set lora_dropout to 0 or target the "
-            "attention linears only"
+            f"peft refuses {'lora_dropout' if dropout else 'use_dora'} on stacked experts (target_parameters); {setting} or "
+            "target the attention linears only"
         )
     return plan
 
 
-def _matcher(targets: str | tuple[str, ...]) -> re.Pattern[str] | frozenset[str] | None:
-    """``None`` is all-linear, a pattern a regex over full module names, a set the names themselves."""
-    if isinstance(targets, str):
-        if targets == "all-linear":
-            return None
-        try:
-            return re.compile(targets)
-        except re.error as error:
-            raise CostModelError(f"lora_target_modules {targets!r} is not a regular expression: {error}") from None
-    return frozenset(targets)
-
-
-def _is_target(name: str, layer_index: int, matches: re.Pattern[str] | frozenset[str] | None) -> bool:
-    if matches is None:
-        return True
-    full_name = f"model.layers.{layer_index}.{name}"
-    if isinstance(matches, re.Pattern):
-        return matches.fullmatch(full_name) is not None
-    return any(full_name == target or full_name.endswith(f".{target}") for target in matches)
+def _targets(target_modules: str | tuple[str, ...], modules_to_save: tuple[str, ...]) -> _Targets:
+    excluded = None
+    if modules_to_save:
+        excluded = re.compile(rf"(^|.*\.)({'|'.join(re.escape(name) for name in modules_to_save)})($|\..*)")
+    if not isinstance(target_modules, str):
+        return _Targets(frozenset(target_modules), None, excluded)
+    if target_modules.lower() == "all-linear":
+        return _Targets(None, None, excluded)
+    try:
+        return _Targets(None, re.compile(target_modules), excluded)
+    except re.error as error:
+        raise CostModelError(f"lora_target_modules {target_modules!r} is not a regular expression: {error}") from None
 
 
 def _adapt_layer(
-    layer: Layer,
-    index: int,
-    matches: re.Pattern[str] | frozenset[str] | None,
-    parameter_ranks: dict[str, int],
-    r: int,
-    dora: bool,
-    fused_experts: bool,
+    layer: Layer, path: str, targets: _Targets, ranks: dict[str, int], r: int, dora: bool, fused_experts: bool
 ) -> LayerAdapters:
-    linears = tuple(AdaptedLinear(each, r, dora) for each in layer.linears if _is_target(each.name, index, matches))
+    linears = tuple(AdaptedLinear(each, r, dora) for each in layer.linears if targets.match(f"{path}.{each.name}"))
+    if not targets.is_all_linear:
+        for module in _other_modules(layer, fused_experts):
+            if targets.match(f"{path}.{module}"):
+                raise CostModelError(
+                    f"lora_target_modules names {path}.{module}, which is no linear layer; leave it out, or name its "
+                    "weight in lora_target_parameters"
+                )
+    parameters = [
+        AdaptedParameter(name, number, width_in, width_out, rank)
+        for name, number, width_in, width_out in _parameters(layer, fused_experts)
+        if (rank := _rank(f"{path}.{name}", ranks))
+    ]
     experts = layer.experts
-    if experts is None:
-        return LayerAdapters(linears)
-    if fused_experts:
-        stacked = tuple(
-            AdaptedParameter(name, number, width_in, width_out, rank)
-            for name, number, width_in, width_out in _stacked_parameters(experts)
-            if (rank := _parameter_rank(name, index, parameter_ranks))
-        )
-        return LayerAdapters(linears, parameters=stacked)
-    block = "block_sparse_moe" if experts.linear_names[0] == "w1" else "mlp"
-    router = Linear(f"{block}.gate", experts.hidden_size, experts.num_experts)
-    if _is_target(router.name, index, matches):
-        linears += (AdaptedLinear(router, r, dora),)
-    gate, up, down = experts.linear_names
-    shapes = (
-        (gate, experts.hidden_size, experts.intermediate_size),
-        (up, experts.hidden_size, experts.intermediate_size),
-        (down, experts.intermediate_size, experts.hidden_size),
-    )
+    if experts is None or _is_stacked(experts, fused_experts):
+        return LayerAdapters(linears, parameters=tuple(parameters))
+    if experts.router_params and experts.router_was_linear:
+        router = _old_router(experts)
+        if targets.match(f"{path}.{router.name}"):
+            linears += (AdaptedLinear(router, r, dora),)
     expert_linears = tuple(
-        AdaptedLinear(Linear(f"{block}.experts.0.{name}", width_in, width_out), r, dora)
-        for name, width_in, width_out in shapes
-        if _is_target(f"{block}.experts.0.{name}", index, matches)
+        AdaptedLinear(linear, r, dora) for linear in _expert_linears(experts) if targets.match(f"{path}.{linear.name}")
     )
-    return LayerAdapters(linears, expert_linears, experts.num_experts if expert_linears else 0)
+    return LayerAdapters(linears, expert_linears, experts.num_experts if expert_linears else 0, tuple(parameters))
 
 
-def _stacked_parameters(experts: Experts) -> tuple[tuple[str, int, int, int], ...]:
-    """(name, number of matrices, in, out) of the parameters of a transformers 5 MoE block."""
-    return (
-        ("mlp.gate.weight", 1, experts.hidden_size, experts.num_experts),
-        ("mlp.experts.gate_up_proj", experts.num_experts, experts.hidden_size, 2 * experts.intermediate_size),
-        ("mlp.experts.down_proj", experts.num_experts, experts.intermediate_size, experts.hidden_size),
-    )
+def _other_modules(layer: Layer, fused_experts: bool) -> Iterator[str]:
+    """Modules of a layer that hold weights and are no linears: convolutions, stacked experts and their router."""
+    for weights in layer.weights:
+        if weights.name.endswith(".weight"):
+            yield weights.name.rpartition(".")[0]
+    for experts in layer.all_experts:
+        if _is_stacked(experts, fused_experts):
+            yield experts.path
+            if experts.router_params:
+                yield experts.router
 
 
-def _parameter_rank(name: str, index: int, ranks: dict[str, int]) -> int:
-    full_name = f"model.layers.{index}.{name}"
-    for target, rank in ranks.items():
-        if full_name == target or full_name.endswith(f".{target}"):
-            return rank
-    return 0
+def _is_stacked(experts: Experts, fused_experts: bool) -> bool:
+    """Whether the experts are stacked parameters: in transformers 5, and in 4 where the family never had it otherwise."""
+    return bool(experts.stacks) and (fused_experts or not experts.linear_names)
 
 
-def _rewrite_expert_targets(
-    model: ModelSpec, targets: str | tuple[str, ...], r: int
-) -> tuple[str | tuple[str, ...], dict[str, int]]:
+def _old_router(experts: Experts) -> Linear:
+    """The router as transformers 4 names it, an ``nn.Linear`` beside the experts."""
+    block, leaf = experts.linear_path.rpartition(".")[0], experts.router.rpartition(".")[2]
+    return Linear(f"{block}.{leaf}", experts.hidden_size, experts.num_experts, place="router")
+
+
+def _expert_linears(experts: Experts) -> Iterator[Linear]:
+    """The linears of one expert, as transformers 4 names them: the last leads back to the hidden size."""
+    hidden, width = experts.hidden_size, experts.intermediate_size
+    for name in experts.linear_names:
+        if name == experts.linear_names[-1]:
+            yield Linear(f"{experts.linear_path}.0.{name}", width, hidden, place="mlp_out")
+        else:
+            yield Linear(f"{experts.linear_path}.0.{name}", hidden, width, place="mlp_in")
+
+
+def _parameters(layer: Layer, fused_experts: bool) -> Iterator[tuple[str, int, int, int]]:
+    """(name, matrices, in, out) of what ``target_parameters`` can name: stacks, routers, weights of linears."""
+    for experts in layer.all_experts:
+        if _is_stacked(experts, fused_experts):
+            if experts.router_params:
+                yield f"{experts.router}.weight", 1, experts.hidden_size, experts.num_experts
+            for stack in experts.stacks:
+                yield stack.name, stack.num_matrices, stack.in_features, stack.out_features
+    for linear in layer.linears:
+        yield f"{linear.name}.weight", 1, linear.in_features, linear.out_features
+
+
+def _rank(full_name: str, ranks: dict[str, int]) -> int:
+    return next((rank for target, rank in ranks.items() if _ends_with(full_name, frozenset({target}))), 0)
+
+
+def _outside_linears(model: ModelSpec, targets: _Targets) -> Iterator[Linear]:
+    """Linears outside the layers; ``all-linear`` leaves head and embedding out, a name or pattern may mean them."""
+    yield from model.linears
+    if not targets.is_all_linear:
+        yield Linear(model.head_path, model.head_width, model.vocab_size)
+        yield Linear(model.embedding_path, model.vocab_size, model.head_width)
+
+
+def _rewrite_expert_targets(model: ModelSpec, targets: _Targets, r: int) -> tuple[_Targets, dict[str, int]]:
     """peft's rename of per-expert target names to stacked parameters: (targets left, {parameter: rank}).
 
     gate and up are one stacked parameter, so both must be targeted together and its rank is twice ``r``. The rename goes
-    by leaf name: a dense MLP that shares those names loses its adapters too.
+    by leaf name: a dense MLP or a shared expert that shares those names loses its adapters too.
     """
-    experts = next(layer.experts for layer, _ in model.layers if layer.experts)
-    gate, up, down = experts.linear_names
+    is_mixtral = model.family in {"minimax", "minimax_m2", "mixtral"}
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     renamed = {"gate": "gate.weight", gate: "gate_up_proj", up: "gate_up_proj", down: "down_proj"}
-    if isinstance(targets, str):
-        leaves = {linear.leaf for layer, _ in model.layers for linear in layer.linears}
-        if targets == "all-linear":
-            names = leaves | set(renamed)
-        else:
-            matches = _matcher(targets)
-            names = {
-                linear.leaf
-                for index, layer in enumerate(_each_layer(model))
-                for linear in layer.linears
-                if _is_target(linear.name, index, matches)
-            }
-            names |= {
-                old
-                for index, layer in enumerate(_each_layer(model))
-                if layer.experts
-                for old, place in (("gate", "mlp"), (gate, "mlp.experts"), (up, "mlp.experts"), (down, "mlp.experts"))
-                if _is_target(f"{place}.{old}", index, matches)
-            }
+    if targets.names is not None:
+        names = set(targets.names)
     else:
-        names = set(targets)
+        names = set(renamed) if targets.is_all_linear else set()
+        for index, layer in enumerate(_each_layer(model)):
+            path = f"{model.layers_path}.{index}"
+            names |= {linear.leaf for linear in layer.linears if targets.match(f"{path}.{linear.name}")}
+            if layer.experts and not targets.is_all_linear:
+                # a pattern may still spell the modules that transformers 5 no longer has
+                old = {name: f"{layer.experts.path}.{name}" for name in (gate, up, down)}
+                old["gate"] = layer.experts.router
+                names |= {name for name, place in old.items() if targets.match(f"{path}.{place}")}
+        names |= {each.name.rpartition(".")[2] for each in _outside_linears(model, targets) if targets.match(each.name)}
     ranks: dict[str, int] = {}
     left = set()
     fused_present = set()
     for name in names:
-        old = next((key for key in renamed if name == key or name.endswith(f".{key}")), None)
-        if old is None:
+        old_name = next((key for key in renamed if name == key or name.endswith(f".{key}")), None)
+        if old_name is None:
             left.add(name)
             continue
-        if renamed[old] == "gate_up_proj":
-            fused_present.add(old)
-        ranks[renamed[old]] = r
+        if renamed[old_name] == "gate_up_proj":
+            fused_present.add(old_name)
+        ranks[renamed[old_name]] = r
     if fused_present and fused_present != {gate, up}:
         missing = ({gate, up} - fused_present).pop()
         raise CostModelError(
@@ -279,15 +350,38 @@ def _rewrite_expert_targets(
         )
     if "gate_up_proj" in ranks:
         ranks["gate_up_proj"] = 2 * r
-    return tuple(sorted(left)), ranks
+    return _Targets(frozenset(left), None, targets.excluded), ranks
 
 
-def _each_layer(model: ModelSpec) -> list[Layer]:
-    return [layer for layer, count in model.layers for _ in range(count)]
+def _each_layer(model: ModelSpec) -> Iterator[Layer]:
+    for layer, count in model.layers:
+        for _ in range(count):
+            yield layer
 
 
-def _saved_module_params(model: ModelSpec, name: str) -> int:
-    leaf = name.rpartition(".")[2]
-    if leaf in {"embed_tokens", "lm_head"}:
-        return model.embedding_params
-    raise CostModelError(f"lora_modules_to_save {name!r} is not modelled; known: embed_tokens, lm_head")
+def _saved_params(model: ModelSpec, modules_to_save: tuple[str, ...]) -> int:
+    """Parameters of the modules whose name ends like one of ``modules_to_save``: each is trained as a full copy.
+
+    A tied head is a module of its own here: embedding and head become two copies.
+    """
+    if not modules_to_save:
+        return 0
+    total = 0
+    found = set()
+    parameters = list(model.parameters())
+    if model.tied_embeddings:
+        parameters.append((f"{model.head_path}.weight", model.embedding_params))
+    for name, size in parameters:
+        module = name.rpartition(".")[0]
+        ends = [module[: match.start()] for match in re.finditer(r"\.", module)] + [module]
+        matching = {saved for saved in modules_to_save if any(end.endswith(saved) for end in ends)}
+        if matching:
+            total += size
+            found |= matching
+    missing = [name for name in modules_to_save if name not in found]
+    if missing:
+        raise CostModelError(
+            f"lora_modules_to_save {missing[0]!r} names no module of {model.name}; examples: "
+            f"{model.embedding_path.rpartition('.')[2]}, {model.head_path}"
+        )
+    return total

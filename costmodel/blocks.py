@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from costmodel.errors import CostModelError
@@ -103,6 +103,7 @@ class Block:
     scan: Scan | None = None
     experts: Experts | None = None
     is_gated: bool = True
+    last_linear: str = ""  # with which the block ends
 
 
 Builder = Callable[[Fields, int], Block]
@@ -213,6 +214,7 @@ def latent_attention_block(*, is_indexed: bool = False) -> Builder:
         norms.append(Norm(f"{path}.kv_a_layernorm", kv_rank, kv_rank))
         linears.append(Linear(f"{path}.kv_b_proj", kv_rank, heads * (nope + value), False, "mixer_inner"))
         linears.append(Linear(f"{path}.o_proj", heads * value, hidden, has_bias, "mixer_out"))
+        attention = Attention(heads, heads, nope + rope, value_dim=value)
         if is_indexed:
             index_heads, index_dim = fields.size("index_n_heads"), fields.size("index_head_dim")
             assert q_rank is not None
@@ -222,7 +224,8 @@ def latent_attention_block(*, is_indexed: bool = False) -> Builder:
                 Linear(f"{path}.indexer.weights_proj", hidden, index_heads, False, "mixer_in", False),
             ]
             norms.append(Norm(f"{path}.indexer.k_norm", index_dim, index_dim, "layer", True))
-        return Block(tuple(linears), tuple(norms), attention=Attention(heads, heads, nope + rope, value_dim=value))
+            attention = replace(attention, index_width=index_heads * index_dim, index_heads=index_heads)
+        return Block(tuple(linears), tuple(norms), attention=attention)
 
     return build
 
@@ -255,7 +258,7 @@ def mamba_block(*, path: str = "mixer", has_inner_norms: bool = False) -> Builde
             Weights(f"{path}.D", width),
             *_convolution(f"{path}.conv1d", width, kernel, fields.flag("use_conv_bias")),
         )
-        scan = Scan("mamba", 2 * width * state, width, kernel, state)
+        scan = Scan("mamba", width, kernel, state_flops=2 * width * state)
         return Block(linears, norms, weights, scan=scan)
 
     return build
@@ -282,10 +285,14 @@ def mamba2_block(*, path: str = "mixer") -> Builder:
             *(Weights(f"{path}.{name}", heads) for name in ("dt_bias", "A_log", "D")),
             *_convolution(f"{path}.conv1d", channels, kernel, fields.flag("use_conv_bias")),
         )
-        chunk = fields.size("chunk_size")
-        # scores of a chunk (C·B), times the values; states of a chunk in and out
-        flops = 2 * heads * (chunk * state + chunk * head_dim + 2 * state * head_dim)
-        scan = Scan("mamba2", flops, channels, kernel, state)
+        scan = Scan(
+            "mamba2",
+            channels,
+            kernel,
+            state_flops=2 * heads * 2 * state * head_dim,  # states of a chunk in and out
+            chunk_flops=2 * heads * (state + head_dim),  # C·B, times the values
+            chunk=fields.size("chunk_size"),
+        )
         return Block(linears, (Norm(f"{path}.norm", width, width),), weights, scan=scan)
 
     return build
@@ -299,15 +306,21 @@ def _convolution(path: str, channels: int, kernel: int, has_bias: bool) -> tuple
 _DELTA_CHUNK: Final = 64  # tokens of a chunk of the gated delta rule, fixed in transformers
 
 
-def _delta_rule_flops(heads: int, key_dim: int, value_dim: int) -> int:
-    """Products of the chunked gated delta rule for each token, all heads.
+def _delta_rule(heads: int, key_dim: int, value_dim: int, channels: int, kernel: int, *, solves: bool) -> Scan:
+    """The chunked gated delta rule.
 
-    In the chunk: k·k, the two triangular products with values and keys, q·k and its product with the values; across chunks:
-    the state read by keys and by queries, and updated.
+    In the chunk: keys by keys, queries by keys, and those scores by the values; across chunks: the state read by keys and by
+    queries, and updated. ``solves``: the code solves triangular systems for values and keys (instead of a loop).
     """
-    chunk = _DELTA_CHUNK
-    inside = 2 * chunk * key_dim + chunk * value_dim + chunk * key_dim + chunk * value_dim
-    return 2 * heads * (inside + 3 * key_dim * value_dim)
+    return Scan(
+        "gated_delta",
+        channels,
+        kernel,
+        state_flops=2 * heads * 3 * key_dim * value_dim,
+        chunk_flops=2 * heads * (2 * key_dim + value_dim),
+        chunk=_DELTA_CHUNK,
+        solve_flops=2 * heads * (key_dim + value_dim) if solves else 0,
+    )
 
 
 def gated_delta_block(*, names: Mapping[str, Callable[[int, int, int], int]]) -> Builder:
@@ -325,7 +338,7 @@ def gated_delta_block(*, names: Mapping[str, Callable[[int, int, int], int]]) ->
             *(Weights(f"{path}.{name}", value_heads) for name in ("dt_bias", "A_log")),
             *_convolution(f"{path}.conv1d", channels, kernel, False),
         )
-        scan = Scan("gated_delta", _delta_rule_flops(value_heads, key_dim, value_dim), channels, kernel, key_dim)
+        scan = _delta_rule(value_heads, key_dim, value_dim, channels, kernel, solves=True)
         return Block(tuple(linears), (Norm(f"{path}.norm", value_dim, values),), weights, scan=scan)
 
     return build
@@ -362,7 +375,7 @@ def kimi_delta_block(fields: Fields, layer: int) -> Block:
         Weights(f"{path}.forget_gate.A_log", heads),
         *_convolution(f"{path}.conv1d", 3 * width, kernel, False),
     )
-    scan = Scan("gated_delta", _delta_rule_flops(heads, head_dim, head_dim), 3 * width, kernel, head_dim)
+    scan = _delta_rule(heads, head_dim, head_dim, 3 * width, kernel, solves=False)
     return Block(linears, (Norm(f"{path}.o_norm", head_dim, width),), weights, scan=scan)
 
 
@@ -370,14 +383,20 @@ def lightning_block(fields: Fields, layer: int) -> Block:
     """Lightning attention (MiniMax): linear attention in blocks, with an output gate."""
     path, hidden = "self_attn", fields.hidden_size
     heads, _, head_dim = head_counts(fields)
-    width, chunk = heads * head_dim, fields.size("block_size")
+    width = heads * head_dim
     linears = (
         Linear(f"{path}.qkv_proj", hidden, 3 * width),
         Linear(f"{path}.output_gate", hidden, width),
         Linear(f"{path}.out_proj", width, hidden, False, "mixer_out"),
     )
-    flops = 2 * heads * (2 * chunk * head_dim + 2 * head_dim * head_dim)
-    return Block(linears, (Norm(f"{path}.norm", width, width),), scan=Scan("lightning", flops, width))
+    scan = Scan(
+        "lightning",
+        width,
+        state_flops=2 * heads * 2 * head_dim * head_dim,
+        chunk_flops=2 * heads * 2 * head_dim,
+        chunk=fields.size("block_size"),
+    )
+    return Block(linears, (Norm(f"{path}.norm", width, width),), scan=scan)
 
 
 def short_conv_block(fields: Fields, layer: int) -> Block:
@@ -388,7 +407,7 @@ def short_conv_block(fields: Fields, layer: int) -> Block:
         Linear("conv.out_proj", hidden, hidden, has_bias, "mixer_out"),
     )
     weights = _convolution("conv.conv", hidden, kernel, has_bias)
-    return Block(linears, (), weights, scan=Scan("short_conv", 0, hidden, kernel))
+    return Block(linears, (), weights, scan=Scan("short_conv", hidden, kernel))
 
 
 def routed_attention_block(fields: Fields, layer: int) -> Block:
@@ -454,7 +473,8 @@ def gated_mlp(
         inner = fields.size(width) if isinstance(width, str) else width(fields, layer)
         each = 2 * inner if len(names) == 2 else inner
         into = [Linear(f"{path}.{name}", hidden, each, has_bias, "mlp_in") for name in names[:-1]]
-        return Block((*into, Linear(f"{path}.{names[-1]}", inner, hidden, has_bias, "mlp_out")))
+        out = Linear(f"{path}.{names[-1]}", inner, hidden, has_bias, "mlp_out")
+        return Block((*into, out), last_linear=out.name)
 
     return build
 
@@ -477,7 +497,7 @@ def plain_mlp(
             Linear(f"{prefix}{names[0]}", hidden, inner, has_bias, "mlp_in"),
             Linear(f"{prefix}{names[1]}", inner, hidden, has_bias, "mlp_out"),
         )
-        return Block(linears, (), extra, is_gated=False)
+        return Block(linears, (), extra, is_gated=False, last_linear=linears[-1].name)
 
     return build
 
@@ -496,6 +516,7 @@ class Shared:
     has_gate: bool = False  # its output is weighted by a linear of one row
     is_gated: bool = True
     bias: Flag = False
+    comes_last: bool = False  # computed after the routed experts
 
 
 def shared_count(fields: Fields) -> int:
@@ -516,6 +537,7 @@ def routed_experts(
     router: str = "gate",
     router_is_linear: bool = False,
     router_bias: bool = False,
+    router_was_linear: bool = True,
     stack_names: tuple[str, ...] = ("gate_up_proj", "down_proj"),
     bias: bool = False,
     is_gated: bool = True,
@@ -558,12 +580,14 @@ def routed_experts(
             f"{path}.{router}",
             0 if router_is_linear else hidden,
             router_bias,
+            router_was_linear,
             stack_names,
             is_gated,
             bias,
             runs_all,
         )
-        return Block(tuple(linears), (), extra(fields), experts=experts, is_gated=is_gated)
+        last = f"{path}.{shared.name}.{shared.names[-1]}" if shared and shared.comes_last and shared.width(fields) else ""
+        return Block(tuple(linears), (), extra(fields), experts=experts, is_gated=is_gated, last_linear=last)
 
     return build
 
@@ -625,6 +649,9 @@ def layer_of(
         def norm(name: str) -> tuple[Norm, ...]:
             return (Norm(name, hidden, hidden, norms.kind, bias),) if name else ()
 
+        has_dropout = bool(fields.get("hidden_dropout"))
+        mixer_out = next((each.name for each in mixed.linears if each.place == "mixer_out"), "")
+        ends_with = fed.last_linear if feed_forward else mixer_out
         before, after = norm(norms.before_mixer), norm(norms.after_mlp) if feed_forward else ()
         middle = (*norm(norms.after_mixer), *norm(norms.before_mlp)) if feed_forward else ()
         return Layer(
@@ -636,7 +663,8 @@ def layer_of(
             scan=mixed.scan,
             mixer_experts=mixed.experts,
             is_parallel=is_set(fields, is_parallel),
-            norms_last=bool(after),
+            last_linear="" if after or has_dropout else ends_with,
+            has_dropout=has_dropout,
             is_gated=fed.is_gated,
         )
 

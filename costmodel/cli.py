@@ -473,9 +473,11 @@ def estimate_command(
         raise CostModelError("--tokenizer goes with --dataset")
     if dataset is not None and "lengths" in fields:
         raise CostModelError("give --dataset or --lengths, not both")
-    from costmodel.importers import import_config
+    imported = None
+    if file is not None:
+        from costmodel.importers import import_config
 
-    imported = import_config(file) if file is not None else None
+        imported = import_config(file)
     job = {**(imported.fields if imported is not None else {}), **fields}
     if not job:
         raise CostModelError("give a job file, or describe the job with flags: --model, --gpu, ... (see --help)")

@@ -297,7 +297,8 @@ def _alpaca(row: Mapping[str, Any], given: str | None, output: str) -> Sample | 
     messages: list[Mapping[str, Any]] = []
     if isinstance(row.get("system"), str) and row["system"]:
         messages.append({"role": "system", "content": row["system"]})
-    for turn in row.get("history") or ():
+    history = row.get("history")
+    for turn in history if isinstance(history, (list, tuple)) else ():
         if isinstance(turn, (list, tuple)) and len(turn) == 2:
             messages.append({"role": "user", "content": content_text(turn[0])})
             messages.append({"role": "assistant", "content": content_text(turn[1])})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.report import Table, format_count, format_percent
+from costmodel.specs import Job
 
 if TYPE_CHECKING:
     from costmodel.dataset import DatasetEffects, DatasetLengths
@@ -54,6 +55,8 @@ def explain(answer: Mapping[str, Any], given: Mapping[str, str]) -> list[Explain
             source = given[field]
         elif field in assumed:
             source = f"default of {framework}"
+        elif field in Job.model_fields and value == Job.model_fields[field].get_default(call_default_factory=True):
+            source = "not given"
         else:
             source = "follows from the others"
         explained.append(Explained(field, value, source))

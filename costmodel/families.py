@@ -71,8 +71,10 @@ def _falcon_layer(fields: Fields, layer: int) -> Layer:
         Linear("self_attention.query_key_value", hidden, (heads + 2 * kv_heads) * head_dim, bias),
         Linear("self_attention.dense", hidden, hidden, bias, "mixer_out"),
     )
-    # keys and values are repeated for each query head before the kernel sees them
-    attention = Block(linears, attention=Attention(heads, heads, head_dim))
+    # keys and values are repeated for each query head before the kernel sees them; a single head is broadcast instead, which
+    # no fused SDPA kernel takes
+    has_kernel = is_new or kv_heads == heads
+    attention = Block(linears, attention=Attention(heads, heads, head_dim, has_fused_kernel=has_kernel))
     two_norms = (fields.get("num_ln_in_parallel_attn") or (2 if is_new else 1)) == 2
     if not is_parallel:
         names = ("input_layernorm", "post_attention_layernorm")
@@ -93,7 +95,7 @@ def _opt_layer(fields: Fields, layer: int) -> Layer:
         plain_mlp("", ("fc1", "fc2"), width="intermediate_size", bias="enable_bias"),
     )(fields, layer)
     norms = (_layer_norm("self_attn_layer_norm", hidden, affine), _layer_norm("final_layer_norm", hidden, affine))
-    return replace(built, norms=norms, norms_last=not fields.flag("do_layer_norm_before"))
+    return replace(built, norms=norms, last_linear=built.last_linear if fields.flag("do_layer_norm_before") else "")
 
 
 def _layer_norm(name: str, size: int, is_affine: bool = True) -> Norm:
@@ -106,7 +108,7 @@ def _opt_outside(fields: Fields) -> Outside:
     linears: tuple[Linear, ...] = ()
     if width != hidden:
         linears = (
-            Linear(f"{path}.project_in", width, hidden, place="side_in"),
+            Linear(f"{path}.project_in", width, hidden, place="stem"),
             Linear(f"{path}.project_out", hidden, width, place="side_out"),
         )
     has_norm = fields.flag("do_layer_norm_before") and not fields.flag("_remove_final_layer_norm")
@@ -204,7 +206,7 @@ def _gemma4_layer(fields: Fields, layer: int) -> Layer:
         names.append("post_per_layer_input_norm")
     norms = tuple(Norm(name, hidden, hidden) for name in names)
     attention = Attention(heads, kv_heads, head_dim, window)
-    return Layer(tuple(linears), norms + tuple(inner), attention, experts, weights, norms_last=True)
+    return Layer(tuple(linears), norms + tuple(inner), attention, experts, weights)
 
 
 def _gemma4_outside(fields: Fields) -> Outside:
@@ -273,6 +275,7 @@ _NEMOTRON_BLOCKS: Final[dict[str, tuple[Builder, bool]]] = {
                 names=("up_proj", "down_proj"),
                 is_gated=False,
                 bias="mlp_bias",
+                comes_last=True,
             ),
         ),
         True,
@@ -285,7 +288,7 @@ def _granite_hybrid_feed_forward(fields: Fields, layer: int) -> Block:
     shared = Shared(shared_width, "shared_mlp", ("input_linear", "output_linear"))
     routed = _GRANITE_ROUTED(fields, layer) if fields.count("num_experts") else Block()
     mlp = gated_mlp("shared_mlp", shared.names, width=lambda fields, layer: shared_width(fields))(fields, layer)
-    return replace(routed, linears=routed.linears + mlp.linears)
+    return replace(routed, linears=routed.linears + mlp.linears, last_linear=mlp.last_linear)
 
 
 _GRANITE_ROUTED: Final = routed_experts(path="block_sparse_moe", width="intermediate_size", linear_names=(), router="router")
@@ -375,7 +378,7 @@ _LAYER_NORMS: Final = Norms(kind="layer", bias=True)
 _MIXTRAL: Final = routed_experts(
     width="intermediate_size", linear_names=("w1", "w3", "w2"), linear_path="block_sparse_moe.experts"
 )
-_DEEPSEEK: Final = routed_experts(shared=Shared(shared_count))
+_DEEPSEEK: Final = routed_experts(router_was_linear=False, shared=Shared(shared_count, comes_last=True))
 _QWEN_SHARED: Final = Shared(lambda fields: fields.count("shared_expert_intermediate_size"), "shared_expert", has_gate=True)
 _QWEN_ROUTED: Final = routed_experts(shared=_QWEN_SHARED)
 _FULL: Final = kind_is("full_attention")
@@ -400,6 +403,7 @@ _GPT2_ALIASES: Final = {
     "intermediate_size": "n_inner",
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
+    "hidden_dropout": "resid_pdrop",
 }
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -479,7 +483,11 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek": Family(
         layer_of(
             attention_block(bias="attention_bias"),
-            where(after_dense_prefix, routed_experts(stack_names=(), shared=Shared(shared_count)), gated_mlp()),
+            where(
+                after_dense_prefix,
+                routed_experts(stack_names=(), router_was_linear=False, shared=Shared(shared_count, comes_last=True)),
+                gated_mlp(),
+            ),
         ),
         {"num_experts": "n_routed_experts"},
     ),
@@ -487,7 +495,9 @@ FAMILIES: Final[dict[str, Family]] = {
         layer_of(
             latent_attention_block(),
             where(
-                after_dense_prefix, routed_experts(shared=Shared(shared_count, bias="mlp_bias")), gated_mlp(bias="mlp_bias")
+                after_dense_prefix,
+                routed_experts(router_was_linear=False, shared=Shared(shared_count, comes_last=True, bias="mlp_bias")),
+                gated_mlp(bias="mlp_bias"),
             ),
         ),
         {"num_experts": "n_routed_experts"},
@@ -741,7 +751,7 @@ FAMILIES: Final[dict[str, Family]] = {
                     router="router",
                     router_is_linear=True,
                     runs_all=True,
-                    shared=Shared(lambda fields: fields.size("intermediate_size"), "shared_expert"),
+                    shared=Shared(lambda fields: fields.size("intermediate_size"), "shared_expert", comes_last=True),
                 ),
                 gated_mlp("feed_forward", width="intermediate_size_mlp"),
             ),
@@ -779,7 +789,12 @@ FAMILIES: Final[dict[str, Family]] = {
             plain_mlp("ffn", ("up_proj", "down_proj"), width=lambda fields, layer: 4 * fields.hidden_size, bias=False),
             Norms("norm_1", "norm_2", kind="layer"),
         ),
-        {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+        {
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "hidden_dropout": "attn_config.attn_pdrop",
+        },
         outside=final_norm("transformer.norm_f", "layer"),
         layers_path="transformer.blocks",
         embedding_path="transformer.wte",
@@ -817,7 +832,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "opt": Family(
         _opt_layer,
-        {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        {"intermediate_size": "ffn_dim", "hidden_act": "activation_function", "hidden_dropout": "dropout"},
         outside=_opt_outside,
         layers_path="model.decoder.layers",
         embedding_path="model.decoder.embed_tokens",
@@ -829,6 +844,7 @@ FAMILIES: Final[dict[str, Family]] = {
             Norms(before_mlp="", kind="layer", bias=True),
             is_parallel=True,
         ),
+        {"hidden_dropout": "resid_pdrop"},
         outside=final_norm("model.final_layernorm", "layer", bias=True),
         head_bias=True,
     ),
@@ -837,6 +853,7 @@ FAMILIES: Final[dict[str, Family]] = {
             attention_block(names=("qkv_proj", "o_proj"), window=window_everywhere),
             gated_mlp(names=("gate_up_proj", "down_proj")),
         ),
+        {"hidden_dropout": "resid_pdrop"},
     ),
     "phimoe": Family(
         layer_of(
@@ -913,6 +930,7 @@ FAMILIES: Final[dict[str, Family]] = {
             plain_mlp("mlp", ("c_fc", "c_proj"), bias="use_bias"),
             _LAYER_NORMS,
         ),
+        {"hidden_dropout": "residual_dropout"},
         outside=final_norm(kind="layer", bias=True),
     ),
 }

@@ -127,9 +127,9 @@ def _counts_in_file(path: Path) -> Mapping[int, float]:
         if text.startswith("{"):
             counts = {int(length): float(count) for length, count in json.loads(text).items()}
         elif text.startswith("["):
-            counts = dict(Counter(int(value) for value in json.loads(text)))  # type: ignore[arg-type]
+            counts = dict(Counter(int(value) for value in json.loads(text)))
         else:
-            counts = dict(Counter(int(line) for line in text.split()))  # type: ignore[arg-type]
+            counts = dict(Counter(int(line) for line in text.split()))
     except (ValueError, AttributeError, TypeError):
         raise CostModelError(
             f"lengths file {path} must hold one whole number of tokens a line, a JSON list, or a JSON mapping length: count"

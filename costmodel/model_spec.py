@@ -13,8 +13,20 @@ from typing import Final
 from costmodel.units import BYTES_PER_ELEMENT
 
 # Where a linear stands in its layer, in the order of execution. What it reads follows: ``mixer_in`` reads the layer's normed
-# input, ``mlp_in``, ``router`` and ``mlp_gate`` the MLP's; the others read what their block computed.
-PLACES: Final = ("mixer_in", "mixer_inner", "mixer_out", "router", "mlp_in", "mlp_out", "mlp_gate", "side_in", "side_out")
+# input, ``mlp_in``, ``router`` and ``mlp_gate`` the MLP's; the others read what their block computed. ``stem``: before the
+# first layer.
+PLACES: Final = (
+    "stem",
+    "mixer_in",
+    "mixer_inner",
+    "mixer_out",
+    "router",
+    "mlp_in",
+    "mlp_out",
+    "mlp_gate",
+    "side_in",
+    "side_out",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,8 @@ class Attention:
     sliding_window: int | None = None
     value_dim: int | None = None  # where values are of another width than keys (latent attention)
     has_fused_kernel: bool = True  # False: transformers has no SDPA path for the family, it holds the score matrix
+    index_width: int = 0  # elements of the queries that only choose which keys count (DeepSeek sparse attention)
+    index_heads: int = 0
 
     @property
     def query_width(self) -> int:
@@ -104,18 +118,25 @@ NO_ATTENTION: Final = Attention(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A recurrent or linear mixer: what it multiplies besides its linears, in the chunked form that torch code runs."""
+    """A recurrent or linear mixer: what it multiplies besides its linears, in the chunked form of transformers' torch code.
+
+    Forward FLOPs of a token: a depthwise convolution, ``state_flops``, and ``chunk_flops`` for each token of its chunk. The
+    backward takes twice that and ``solve_flops`` for each token of the chunk (the gradient of triangular solves, whose own
+    FLOPs torch does not count).
+    """
 
     kind: str  # mamba | mamba2 | gated_delta | lightning | short_conv
-    flops_per_token: int  # forward
     channels: int  # elements of one token that go through the convolution or the recurrence
     conv_kernel: int = 0
-    state_per_channel: int = 0
+    state_flops: int = 0
+    chunk_flops: int = 0
+    chunk: int = 0  # tokens
+    solve_flops: int = 0
 
     @property
-    def conv_flops_per_token(self) -> int:
-        """A depthwise convolution."""
-        return 2 * self.channels * self.conv_kernel
+    def flops_per_token(self) -> int:
+        """Forward FLOPs of a token whatever its chunk."""
+        return 2 * self.channels * self.conv_kernel + self.state_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +171,7 @@ class Experts:
     router: str = "mlp.gate"  # the module of the router; its weight is (num_experts, router_features)
     router_features: int | None = None  # None: hidden_size; 0: the router is an nn.Linear among the layer's linears
     router_bias: bool = False
+    router_was_linear: bool = True  # transformers 4 kept the router as an nn.Linear
     stack_names: tuple[str, ...] = ("gate_up_proj", "down_proj")
     is_gated: bool = True
     bias: bool = False
@@ -166,9 +188,12 @@ class Experts:
         return self.num_matrices * self.hidden_size * self.intermediate_size + biases
 
     @property
+    def router_features_or_hidden(self) -> int:
+        return self.hidden_size if self.router_features is None else self.router_features
+
+    @property
     def router_params(self) -> int:
-        features = self.hidden_size if self.router_features is None else self.router_features
-        return self.num_experts * features + (self.num_experts if self.router_bias else 0)
+        return self.num_experts * (self.router_features_or_hidden + (1 if self.router_bias else 0))
 
     @property
     def num_params(self) -> int:
@@ -212,7 +237,8 @@ class Layer:
     scan: Scan | None = None
     mixer_experts: Experts | None = None  # routed query and output projections (JetMoe)
     is_parallel: bool = False  # attention and MLP read the same layer input
-    norms_last: bool = False  # a norm stands after the MLP
+    last_linear: str = ""  # the linear that ends the layer; "": something after it keeps a tensor for the backward
+    has_dropout: bool = False  # the config sets a dropout after attention and MLP
     is_gated: bool = True  # the dense or shared MLP multiplies two branches
 
     @property

@@ -7,14 +7,14 @@ Conventions: a multiply-add is 2 FLOPs; attention counts the full square (a caus
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from costmodel.adapters import plan_adapters
+from costmodel.adapters import LayerAdapters, plan_adapters
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
-from costmodel.hf_config import Layer, ModelSpec
+from costmodel.hf_config import Experts, Layer, Linear, ModelSpec
 
-GROUPS = ("attention_linears", "attention_scores", "mlp", "experts", "router", "adapters", "adapter_merge", "head")
+GROUPS = ("attention_linears", "attention_scores", "scan", "mlp", "experts", "router", "adapters", "adapter_merge", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,84 +78,252 @@ def stream_dtype(job: ResolvedJob) -> str:
 def attention_kernel(job: ResolvedJob, layer: Layer) -> str:
     """Which attention runs: ``fused`` (flash or memory-efficient, no score matrix), ``math`` or ``eager`` (both hold it).
 
-    ``sdpa`` on fp32 inputs has no fused kernel for grouped key/value heads and falls back to the matrix form.
+    Families without an ``sdpa`` path in transformers run ``eager`` in its place. ``sdpa`` on fp32 inputs
+    has no fused kernel for grouped key/value heads and falls back to the matrix form.
     """
-    if job.attn_implementation == "eager":
+    if job.attn_implementation == "eager" or (job.attn_implementation == "sdpa" and not layer.attention.has_fused_kernel):
         return "eager"
     grouped = layer.attention.num_kv_heads != layer.attention.num_heads
     fp32_inputs = job.autocast_dtype is None and stream_dtype(job) == "float32"
     return "math" if job.attn_implementation == "sdpa" and fp32_inputs and grouped else "fused"
 
 
-@dataclass(frozen=True, slots=True)
-class _RunWork:
-    """Per-token and per-pass FLOP coefficients of one run of equal layers."""
+# The order of execution inside a layer; the mixing of tokens (attention, scan) stands between inner and output linears.
+_STAGES = {
+    "stem": 0,
+    "mixer_in": 0,
+    "mixer_inner": 1,
+    "mixer_out": 3,
+    "router": 4,
+    "mlp_in": 4,
+    "mlp_gate": 4,
+    "mlp_out": 5,
+    "side_in": 6,
+    "side_out": 7,
+}
+_MIXING_STAGE = 2
+_READ_DIRECTLY = {"dt_proj"}  # Mamba code multiplies by the weight itself: a LoRA beside it is registered but never run
 
-    count: int
-    attention_linears: int  # FLOPs a token
-    mlp: int
-    experts: int
-    router: int
-    adapters: int
-    adapters_dense_input: int  # adapter FLOPs a token whose input gradient layer 0 does not need
-    attention_input_linears: int  # q, k, v: their input gradient is what the first layer skips
-    query_width: int
-    sliding_window: int | None
-    is_fused_attention: bool
-    merge_forward: int  # FLOPs a pass
-    merge_backward: int
-    skipped_in_recompute: int  # FLOPs a token after the last saved tensor
-    trains_experts: bool  # the expert stack needs its full weight gradient (adapters on stacked parameters)
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Matrix products of one weight: FLOPs a token of its forward, of its weight gradient, and of its LoRA pair."""
+
+    group: str
+    branch: str  # mixer | mlp | experts | side: what it stands in
+    stage: int
+    forward: float
+    weight_gradient: float  # 0 for a frozen weight
+    adapter_in: float = 0.0  # A
+    adapter_out: float = 0.0  # B
+    differentiable: bool = True
+
+    @property
+    def is_trained(self) -> bool:
+        return self.weight_gradient > 0 or self.adapter_in > 0
+
+
+def _linear_product(linear: Linear, full: bool, r: int) -> _Product:
+    group = "attention_linears" if linear.is_mixer else "router" if linear.place == "router" else "mlp"
+    forward = 2.0 * linear.in_features * linear.out_features
+    trained = full and linear.differentiable
+    return _Product(
+        group,
+        "mixer" if linear.is_mixer else linear.place.partition("_")[0],
+        _STAGES[linear.place],
+        forward,
+        forward if trained else 0.0,
+        2.0 * r * linear.in_features,
+        2.0 * r * linear.out_features,
+        linear.differentiable,
+    )
+
+
+def _expert_products(experts: Experts, adapted: LayerAdapters, full: bool, branch: str) -> list[_Product]:
+    """Router, the matrices into the experts and those out of them; a LoRA on a stack needs the stack's whole gradient."""
+    in_stage, out_stage = (_STAGES[f"mixer_{way}" if branch == "mixer" else f"mlp_{way}"] for way in ("in", "out"))
+    visits, matrix = experts.num_experts_computed, 2.0 * experts.hidden_size * experts.intermediate_size
+    adapted_names = {parameter.name for parameter in adapted.parameters}
+    rank = {
+        each.linear.place: sum(a.r for a in adapted.expert_linears if a.linear.place == each.linear.place)
+        for each in adapted.expert_linears
+    }
+    hidden, width = experts.hidden_size, experts.intermediate_size
+    stacks = [stack.name for stack in experts.stacks]
+    products = []
+    for name_in, stage, forward, place, shape in (
+        (stacks[:-1], in_stage, visits * (experts.num_matrices - 1) * matrix, "mlp_in", (hidden, width)),
+        (stacks[-1:], out_stage, visits * matrix, "mlp_out", (width, hidden)),
+    ):
+        trained = full or any(name in adapted_names for name in name_in)
+        pair = [2.0 * visits * rank.get(place, 0) * features for features in shape]
+        products.append(_Product("experts", branch, stage, forward, forward if trained else 0.0, *pair))
+    if experts.router_params:
+        forward = 2.0 * experts.router_features_or_hidden * experts.num_experts
+        trained = full or f"{experts.router}.weight" in adapted_names
+        products.append(_Product("router", branch, in_stage, forward, forward if trained else 0.0))
+    return products
+
+
+def _products(layer: Layer, adapted: LayerAdapters, full: bool) -> list[_Product]:
+    ranks = {each.linear.name: each.r for each in adapted.linears}
+    trained = {parameter.name for parameter in adapted.parameters}
+    products = []
+    for linear in layer.linears:
+        product = _linear_product(linear, full, 0 if linear.leaf in _READ_DIRECTLY else ranks.get(linear.name, 0))
+        if f"{linear.name}.weight" in trained:
+            product = replace(product, weight_gradient=product.forward)
+        products.append(product)
+    known = {linear.name for linear in layer.linears}
+    # a router that transformers 4 has as a linear of its own is counted with its experts; only its adapter is added here
+    products += [
+        replace(_linear_product(each.linear, False, each.r), forward=0.0)
+        for each in adapted.linears
+        if each.linear.name not in known
+    ]
+    if layer.mixer_experts:
+        products += _expert_products(layer.mixer_experts, adapted, full, "mixer")
+    if layer.experts:
+        products += _expert_products(layer.experts, adapted, full, "experts")
+    return products
+
+
+def _has_gradient(products: list[_Product], branch: str, stage: int, needs_input: bool, is_parallel: bool) -> bool:
+    """Whether a gradient flows back through what stands at ``stage`` of ``branch``: something before it is trained.
+
+    Before it: the mixer (unless attention and MLP are parallel), and what comes earlier in its own branch.
+    """
+
+    def comes_before(each: _Product) -> bool:
+        if each.branch == branch:
+            return each.stage < stage
+        return branch == "side" or (each.branch == "mixer" and not is_parallel)
+
+    return needs_input or any(each.is_trained and comes_before(each) for each in products)
+
+
+def _backward(products: list[_Product], needs_input: bool, is_parallel: bool) -> dict[str, float]:
+    """Backward FLOPs a token by group. ``needs_input``: whether something below the layer is trained."""
+    backward = dict.fromkeys(GROUPS, 0.0)
+    for each in products:
+        if not each.differentiable:
+            continue
+        through = _has_gradient(products, each.branch, each.stage, needs_input, is_parallel)
+        backward[each.group] += each.weight_gradient + (each.forward if through else 0.0)
+        backward["adapters"] += each.adapter_in + 2 * each.adapter_out + (each.adapter_in if through else 0.0)
+    return backward
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """FLOP coefficients of all layers of a job: a token, a pass, and an attended pair by sliding window."""
+
+    forward: dict[str, float]  # FLOPs a token
+    backward: dict[str, float]
+    recompute: dict[str, float]
+    merge_forward: float  # FLOPs a pass
+    merge_backward: float
+    pairs: tuple[tuple[int | None, float, float, float], ...]  # (window, forward, backward, scores again) FLOPs of a pair
+    chunks: tuple[tuple[int, float, float], ...]  # (chunk, forward, backward) FLOPs of a token and token of its chunk
+    masked: float  # FLOPs a token, forward and backward, of experts that the router masks
+
+
+def _skipped_in_recompute(layer: Layer, adapted: LayerAdapters) -> tuple[str, float]:
+    """(group, FLOPs a token) that re-running a layer leaves out: what comes after the last tensor its backward needs."""
+    last = next((each for each in layer.linears if each.name == layer.last_linear), None)
+    if last is None:
+        return "mlp", 0.0
+    pair = next((each for each in adapted.linears if each.linear.name == last.name), None)
+    if pair is not None:  # the base product comes first, then A, whose result B needs
+        return "adapters", 2.0 * pair.r * last.out_features
+    return "attention_linears" if last.is_mixer else "mlp", 2.0 * last.in_features * last.out_features
+
+
+def _trains_below(model: ModelSpec, job: ResolvedJob) -> bool:
+    """Whether something before the first layer is trained or made to need a gradient (checkpointing does that)."""
+    if not job.is_peft or job.gradient_checkpointing:
+        return True
+    saved = any(model.embedding_path.endswith(name) for name in job.lora_modules_to_save)
+    outside = plan_adapters(model, job).outside
+    return saved or any(each.linear.name == model.embedding_path or each.linear.place == "stem" for each in outside)
 
 
 @lru_cache(maxsize=256)
-def _run_work(model: ModelSpec, job: ResolvedJob) -> tuple[_RunWork, ...]:
-    adapters = plan_adapters(model, job)
-    runs = []
-    for layer, adapted, count in adapters.runs:
-        attention = [each for each in layer.linears if each.name.startswith("self_attn.")]
-        inputs = [each for each in attention if each.leaf in {"q_proj", "k_proj", "v_proj"}]
-        mlp = [each for each in layer.linears if not each.name.startswith("self_attn.")]
-        experts = layer.experts
-        adapter_flops = sum(2 * a.r * (a.linear.in_features + a.linear.out_features) for a in adapted.linears)
-        if experts:
-            adapter_flops += experts.num_experts_per_tok * sum(
-                2 * a.r * (a.linear.in_features + a.linear.out_features) for a in adapted.expert_linears
-            )
-        input_adapters = sum(
-            2 * a.r * a.linear.in_features for a in adapted.linears if a.linear.leaf in {"q_proj", "k_proj", "v_proj"}
-        )
-        down = next((each for each in mlp if each.leaf == "down_proj"), None)
-        skipped = 0
-        if down is not None and experts is None:
-            adapted_down = next((a for a in adapted.linears if a.linear.name == down.name), None)
-            if adapted_down is not None:
-                skipped = (
-                    2 * adapted_down.r * down.out_features
-                )  # only B of the adapter comes after the last saved tensor
-            else:
-                skipped = 2 * down.in_features * down.out_features
-        runs.append(
-            _RunWork(
-                count=count,
-                attention_linears=sum(2 * each.in_features * each.out_features for each in attention),
-                mlp=sum(2 * each.in_features * each.out_features for each in mlp),
-                experts=2 * experts.num_experts_per_tok * experts.params_per_expert if experts else 0,
-                router=2 * experts.router_params if experts else 0,
-                adapters=adapter_flops,
-                adapters_dense_input=input_adapters,
-                attention_input_linears=sum(2 * each.in_features * each.out_features for each in inputs),
-                query_width=layer.attention.query_width,
-                sliding_window=layer.attention.sliding_window,
-                is_fused_attention=attention_kernel(job, layer) == "fused",
-                # A stack is merged when the adapter is registered and again when it is read; a single matrix once.
-                merge_forward=sum((2 if p.num_matrices > 1 else 1) * p.merge_flops for p in adapted.parameters),
-                merge_backward=sum(2 * p.merge_flops for p in adapted.parameters),
-                skipped_in_recompute=skipped,
-                trains_experts=any(each.num_matrices > 1 for each in adapted.parameters),
-            )
-        )
-    return tuple(runs)
+def _work(model: ModelSpec, job: ResolvedJob) -> _Work:
+    full = not job.is_peft
+    forward, backward, recompute = (dict.fromkeys(GROUPS, 0.0) for _ in range(3))
+    merge_forward = merge_backward = masked = 0.0
+    pairs: dict[int | None, list[float]] = {}
+    chunks: dict[int, list[float]] = {}
+    reached = _trains_below(model, job)
+    for layer, adapted, count in plan_adapters(model, job).runs:
+        products = _products(layer, adapted, full)
+        each_forward = dict.fromkeys(GROUPS, 0.0)
+        for product in products:
+            each_forward[product.group] += product.forward
+            each_forward["adapters"] += product.adapter_in + product.adapter_out
+        if layer.scan:
+            each_forward["scan"] += layer.scan.flops_per_token
+        attention = layer.attention
+        key_width, value_width = attention.query_width, attention.output_width
+        pair_forward = 2.0 * (key_width + value_width + attention.index_width + attention.index_heads)
+        is_fused = attention_kernel(job, layer) == "fused"
+        # a fused kernel computes the scores again: 3 products as wide as the keys and 2 as the values, else 2 and 2
+        pair_backward = 2.0 * ((3 if is_fused else 2) * key_width + 2 * value_width)
+        trains = full or bool(adapted.num_params)
+        # the first layer that trains anything gets no gradient for its input, unless something below it trains
+        times = ((1, reached), (count - 1, True)) if trains and not reached else ((count, reached),)
+        for number, needs_input in times:
+            if not (trains or needs_input):
+                continue
+            each_backward = _backward(products, needs_input, layer.is_parallel)
+            for group, value in each_backward.items():
+                backward[group] += value * number
+            if _has_gradient(products, "mixer", _MIXING_STAGE, needs_input, layer.is_parallel):
+                backward["scan"] += 2.0 * each_forward["scan"] * number
+                if layer.scan:
+                    of_chunk = chunks.setdefault(layer.scan.chunk, [0.0, 0.0])
+                    of_chunk[1] += (2.0 * layer.scan.chunk_flops + layer.scan.solve_flops) * number
+                of_window = pairs.setdefault(attention.sliding_window, [0.0, 0.0, 0.0])
+                of_window[1] += pair_backward * number
+                of_window[2] += (2.0 * key_width if is_fused else 0.0) * number
+        reached = reached or trains
+        pairs.setdefault(attention.sliding_window, [0.0, 0.0, 0.0])[0] += pair_forward * count
+        if layer.scan:
+            chunks.setdefault(layer.scan.chunk, [0.0, 0.0])[0] += layer.scan.chunk_flops * count
+        if layer.experts and layer.experts.runs_all:
+            share = 1 - layer.experts.num_experts_per_tok / layer.experts.num_experts
+            masked += count * share * (3 if full else 2) * each_forward["experts"]
+        for group, value in each_forward.items():
+            forward[group] += value * count
+            if job.gradient_checkpointing:
+                recompute[group] += value * count
+        if job.gradient_checkpointing and not job.reentrant_checkpointing:
+            group, skipped = _skipped_in_recompute(layer, adapted)
+            recompute[group] -= skipped * count
+        # A stack is merged when the adapter is registered and again when it is read; a single matrix once.
+        merge_forward += count * sum((2 if p.num_matrices > 1 else 1) * p.merge_flops for p in adapted.parameters)
+        merge_backward += count * sum(2 * p.merge_flops for p in adapted.parameters)
+    for linear in model.linears:
+        product = _linear_product(linear, full, 0)
+        forward["mlp"] += product.forward
+        passes_on = _trains_below(model, job) or linear.place == "side_out"
+        backward["mlp"] += product.weight_gradient + (product.forward if passes_on else 0.0)
+    return _Work(
+        forward,
+        backward,
+        recompute,
+        merge_forward,
+        merge_backward,
+        tuple((window, values[0], values[1], values[2]) for window, values in pairs.items()),
+        tuple((chunk, values[0], values[1]) for chunk, values in chunks.items() if chunk),
+        masked,
+    )
+
+
+def _attended(batch: Batch, window: int | None) -> float:
+    """(token, key) pairs that attention looks at."""
+    return batch.num_tokens * (min(batch.context_tokens, window) if window else batch.context_tokens)
 
 
 def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
@@ -166,60 +334,48 @@ def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
     computes the scores again) and 2 times otherwise. peft on stacked experts builds B·A twice in the forward, and needs the
     full weight gradient of the stack to reach A and B.
     """
-    full = not job.is_peft
-    tokens, context = batch.num_tokens, batch.context_tokens
-    forward = dict.fromkeys(GROUPS, 0.0)
-    backward = dict.fromkeys(GROUPS, 0.0)
-    recompute = dict.fromkeys(GROUPS, 0.0)
-    weight_passes = 2 if full else 1
-    is_first_layer = True
-    for run in _run_work(model, job):
-        window = min(context, run.sliding_window) if run.sliding_window else context
-        each_forward = {
-            "attention_linears": run.attention_linears * tokens,
-            "attention_scores": 4.0 * run.query_width * window * tokens,
-            "mlp": run.mlp * tokens,
-            "experts": run.experts * tokens,
-            "router": run.router * tokens,
-            "adapters": run.adapters * tokens,
-            "adapter_merge": float(run.merge_forward),
-        }
-        each_backward = {
-            "attention_linears": weight_passes * each_forward["attention_linears"],
-            "attention_scores": (2.5 if run.is_fused_attention else 2.0) * each_forward["attention_scores"],
-            "mlp": weight_passes * each_forward["mlp"],
-            "experts": (2 if full or run.trains_experts else 1) * each_forward["experts"],
-            "router": (2 if full or run.merge_backward else 1) * each_forward["router"],
-            "adapters": 2 * each_forward["adapters"],
-            "adapter_merge": float(run.merge_backward),
-        }
-        for group, value in each_forward.items():
-            forward[group] += value * run.count
-            backward[group] += each_backward[group] * run.count
-            if job.gradient_checkpointing:
-                recompute[group] += value * run.count
-        if job.gradient_checkpointing and not job.reentrant_checkpointing and run.skipped_in_recompute:
-            group = "mlp" if run.skipped_in_recompute > run.adapters else "adapters"
-            recompute[group] -= run.skipped_in_recompute * tokens * run.count
-        if is_first_layer:
-            is_first_layer = False
-            if not full and not job.gradient_checkpointing:
-                # Nothing below the first layer is trained, so the gradient of its input is never computed.
-                backward["attention_linears"] -= run.attention_input_linears * tokens
-                backward["adapters"] -= run.adapters_dense_input * tokens
-    head = 2.0 * model.hidden_size * model.vocab_size * batch.num_head_tokens
-    trains_head = full or any(name.rpartition(".")[2] == "lm_head" for name in job.lora_modules_to_save)
+    tokens = batch.num_tokens
+    work = _work(model, job)
+    forward = {group: value * tokens for group, value in work.forward.items()}
+    backward = {group: value * tokens for group, value in work.backward.items()}
+    recompute = {group: value * tokens for group, value in work.recompute.items()}
+    forward["adapter_merge"], backward["adapter_merge"] = work.merge_forward, work.merge_backward
+    for window, pair_forward, pair_backward, _ in work.pairs:
+        attended = _attended(batch, window)
+        forward["attention_scores"] += pair_forward * attended
+        backward["attention_scores"] += pair_backward * attended
+    for chunk, chunk_forward, chunk_backward in work.chunks:
+        inside = _attended(batch, chunk)
+        forward["scan"] += chunk_forward * inside
+        backward["scan"] += chunk_backward * inside
+        recompute["scan"] += chunk_forward * inside if job.gradient_checkpointing else 0.0
+    if job.gradient_checkpointing:
+        recompute["attention_scores"], recompute["adapter_merge"] = forward["attention_scores"], work.merge_forward
+    head = 2.0 * model.head_width * model.vocab_size * batch.num_head_tokens
+    trains_head = not job.is_peft or any(model.head_path.endswith(name) for name in job.lora_modules_to_save)
     forward["head"] = head
     backward["head"] = head * (2 if trains_head else 1)
+    for each in plan_adapters(model, job).outside:
+        into, out = 2.0 * each.r * each.linear.in_features, 2.0 * each.r * each.linear.out_features
+        is_last = each.linear.name == model.head_path or each.linear.place == "side_out"
+        if each.linear.name == model.embedding_path:
+            into = 0.0  # a look-up
+        rows = batch.num_head_tokens if each.linear.name == model.head_path else tokens
+        forward["adapters"] += (into + out) * rows
+        backward["adapters"] += ((2 if is_last else 1) * into + 2 * out) * rows
     return Flops(forward, backward, recompute)
 
 
 def model_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
-    """What the training needs in principle, the numerator of MFU: no recompute, no second look at the scores, no merges."""
-    work = flops(model, job, batch)
-    merges = work.forward["adapter_merge"] + work.backward["adapter_merge"]
-    second_look = work.backward["attention_scores"] - 2 * work.forward["attention_scores"]
-    return work.forward_total + work.backward_total - merges - second_look
+    """What the training needs in principle, the numerator of MFU.
+
+    No recompute, no second look at the scores, no merges, no experts that the router masks.
+    """
+    counted = flops(model, job, batch)
+    work = _work(model, job)
+    second_look = sum(again * _attended(batch, window) for window, _, _, again in work.pairs)
+    merges = work.merge_forward + work.merge_backward
+    return counted.forward_total + counted.backward_total - merges - second_look - work.masked * batch.num_tokens
 
 
 def hardware_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
@@ -245,6 +401,7 @@ class Operators:
 # query/key norms, stacked experts, an adapted linear and an adapted stack add. (forward, backward)
 _LAYER_OPERATORS = (207, 477)
 _QUERY_KEY_NORM_OPERATORS = (38, 90)
+_QUERY_KEY_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 _STACKED_EXPERTS_OPERATORS = (61, 71)
 _ADAPTED_LINEAR_OPERATORS = (30, 63)
 _ADAPTED_PARAMETER_OPERATORS = (17, 29)
@@ -266,7 +423,7 @@ def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
     passes = 2 + recomputes
     for layer, adapted, count in adapters.runs:
         each_forward, each_backward = (float(value) for value in _LAYER_OPERATORS)
-        if any(norm.name.endswith(("q_norm", "k_norm")) for norm in layer.norms):
+        if any(norm.name.endswith(_QUERY_KEY_NORMS) for norm in layer.norms):
             each_forward += _QUERY_KEY_NORM_OPERATORS[0]
             each_backward += _QUERY_KEY_NORM_OPERATORS[1]
         num_adapted = len(adapted.linears)
@@ -290,9 +447,7 @@ def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
             expert_operators += count * hit * (expert_forward * (1 + recomputes) + expert_backward)
             if job.quantization and not job.fused_experts:
                 quantized += count * hit * 3 * passes
-            optimizer += (
-                count * _OPTIMIZER_OPERATORS["adapted_linear"] * adapted.num_experts * len(adapted.expert_linears)
-            )
+            optimizer += count * _OPTIMIZER_OPERATORS["adapted_linear"] * adapted.num_experts * len(adapted.expert_linears)
         elif layer.experts:
             each_forward += _STACKED_EXPERTS_OPERATORS[0]
             each_backward += _STACKED_EXPERTS_OPERATORS[1]

@@ -143,11 +143,11 @@ def _rates(points: Iterable[ThroughputPoint]) -> list[float]:
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     """Slope and intercept of the least-squares line. Raises :class:`CostModelError` if the xs do not differ."""
+    if len(set(xs)) < 2:
+        raise CostModelError("a fit of Eq. 2 needs points of at least two batch sizes")
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
-    if len(xs) < 2 or spread == 0:
-        raise CostModelError("a fit of Eq. 2 needs points of at least two batch sizes")
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / spread
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
     return slope, mean_y - slope * mean_x
 
 

@@ -324,7 +324,10 @@ class FTCostCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         # An evaluation and the end of training log their "*_runtime": those belong to the pause they end.
         ends_something_else = any(key.endswith("_runtime") for key in logs or ())
-        if self._run is not None and not self._run.in_step and not ends_something_else:
+        if self._run is None or self._run.in_step:
+            return
+        self._run.trainer_logged(logs or {})
+        if not ends_something_else:
             self._run.pause("log")
 
     @_guarded

@@ -148,7 +148,10 @@ class ExpertLoadCounter:
         self.guard = guard
         self._sites: list[ExpertSite] = []
         self._handles: list[Any] = []
-        self._counts: Tensor | None = None  # (num_layers, most experts + 2), the last two: padding, no such expert
+        # (num_layers, 1 + most experts + 2): below 0, the experts, above them, padding
+        self._counts: Tensor | None = None
+        self._row_starts: Tensor | None = None  # (num_layers, 1, 1)
+        self._one: Tensor | None = None
         self._pending: list[Tensor] = []
         self._pending_bytes = 0
         self._num_seen = 0  # experts calls of the open forward
@@ -206,7 +209,7 @@ class ExpertLoadCounter:
 
     def seen(self, index: Tensor) -> None:
         """An experts module was given ``index``, (tokens, experts per token)."""
-        self._pending.append(index.detach())
+        self._pending.append(index)
         self._pending_bytes += index.numel() * 8
         if self._pending_bytes > _MAX_PENDING_BYTES:
             self._count_pending()
@@ -220,7 +223,7 @@ class ExpertLoadCounter:
             _open_counter = None
 
     def close_forward(self) -> None:
-        """Count the forward that ends. Called under ``no_grad``."""
+        """Count the forward that ends. Indices carry no gradient, so this is no part of the user's graph."""
         if not self.is_open:
             return
         try:
@@ -236,36 +239,36 @@ class ExpertLoadCounter:
         self._num_seen += len(indices)
         if not indices or self._num_seen > len(self._sites):
             return  # more calls than modules: the order no longer tells the layer; close_forward sees the mismatch
-        with torch.no_grad():
-            if all(index.shape == indices[0].shape for index in indices):
-                self._scatter(first, torch.stack(indices))
-            else:
-                for offset, index in enumerate(indices):
-                    self._scatter(first + offset, index[None])
+        if all(index.shape == indices[0].shape for index in indices):
+            self._scatter(first, torch.stack(indices))
+        else:
+            for offset, index in enumerate(indices):
+                self._scatter(first + offset, index[None])
 
     def _scatter(self, first: int, index: Tensor) -> None:
         """Add (layers, ..., experts per token) indices to the rows from ``first`` on."""
         num_layers, top_k = index.shape[0], index.shape[-1]
         index = index.long().reshape(num_layers, -1, top_k)
         num_experts = self._num_expert_columns
-        num_columns = num_experts + 2
         # An index without an expert, scattered as it is, would write elsewhere or end a CUDA process.
-        column = torch.where((index >= 0) & (index < num_experts), index, num_experts + 1)
+        column = index.clamp(-1, num_experts)
         if self._real is not None:
             if self._real.numel() == index.shape[1]:
-                column = torch.where(self._real.reshape(1, -1, 1), column, num_experts)
+                column = torch.where(self._real.reshape(1, -1, 1), column, num_experts + 1)
             else:
                 self._odd_shape = (
                     f"the experts were given {index.shape[1]} rows for a batch of {self._real.numel()} positions, "
                     "so padding is counted"
                 )
         self._num_experts_per_tok = top_k
-        if self._counts is None:
-            self._counts = torch.zeros(len(self._sites), num_columns, dtype=torch.long, device=index.device)
-        rows = torch.arange(first, first + num_layers, device=index.device).reshape(-1, 1, 1)
-        flat = (column + rows * num_columns).reshape(-1)
-        one = torch.ones(1, dtype=torch.long, device=index.device)
-        self._counts.reshape(-1).scatter_add_(0, flat, one.expand(flat.shape[0]))
+        if self._counts is None or self._row_starts is None or self._one is None:
+            num_rows, device = len(self._sites), index.device
+            self._counts = torch.zeros(num_rows, num_experts + 3, dtype=torch.long, device=device)
+            # Where expert 0 of each row stands in the flat counts: behind the column of the indices below 0.
+            self._row_starts = (torch.arange(num_rows, device=device) * (num_experts + 3) + 1).reshape(-1, 1, 1)
+            self._one = torch.ones(1, dtype=torch.long, device=device)
+        flat = (column + self._row_starts[first : first + num_layers]).reshape(-1)
+        self._counts.view(-1).scatter_add_(0, flat, self._one.expand(flat.shape[0]))
 
     def take(self, global_step: int, *, num_non_padding_tokens: int | None = None) -> ExpertLoad | None:
         """The load since the last call; reads the device. ``None``: dense model, or no training forward since then.
@@ -290,8 +293,8 @@ class ExpertLoadCounter:
             self._reset()
             return self._not_recorded(global_step, reason)
         counts: list[list[int]] = self._counts.tolist()
-        tokens = [row[: site.num_experts] for row, site in zip(counts, self._sites, strict=True)]
-        num_without_expert = sum(row[-1] for row in counts)
+        tokens = [row[1 : 1 + site.num_experts] for row, site in zip(counts, self._sites, strict=True)]
+        num_without_expert = sum(row[0] + row[-2] for row in counts)
         status, doubt = self._judgement(tokens, num_without_expert, num_non_padding_tokens)
         self._reset()
         return ExpertLoad(

@@ -30,12 +30,12 @@ class TrainingForward:
     def batch_shape(self) -> tuple[int, int] | None:
         """(rows, padded length) of the tokens, or ``None`` for a model that is not given tokens."""
         ids = self.tensor("input_ids")
-        if ids is None:
-            embeddings = self.tensor("inputs_embeds")
-            ids = embeddings[..., 0] if embeddings is not None and embeddings.dim() == 3 else None
-        if ids is None or ids.dim() != 2:
+        if ids is not None:
+            return (ids.shape[0], ids.shape[1]) if ids.dim() == 2 else None
+        embeddings = self.tensor("inputs_embeds")
+        if embeddings is None or embeddings.dim() != 3:
             return None
-        return (ids.shape[0], ids.shape[1])
+        return (embeddings.shape[0], embeddings.shape[1])
 
     @cached_property
     def sequence_starts(self) -> Tensor | None:
@@ -53,13 +53,18 @@ class TrainingForward:
     @cached_property
     def real_tokens(self) -> Tensor | None:
         """(rows, length) bool, true where a token is no padding. ``None``: nothing says that any token is padding."""
-        mask = self.tensor("attention_mask")
-        if mask is not None:
-            # A mask of four dimensions says who attends to whom, not what is padding.
-            return mask != 0 if mask.dim() == 2 and tuple(mask.shape) == self.batch_shape else None
+        if self.tensor("attention_mask") is not None:
+            return self.padding_mask != 0 if self.padding_mask is not None else None
         starts = self.sequence_starts
         positions = self._packed_positions
         return None if starts is None or positions is None else (positions != 0) | starts
+
+    @cached_property
+    def padding_mask(self) -> Tensor | None:
+        """(rows, length), 0 where a token is padding; ``None`` without such a mask."""
+        mask = self.tensor("attention_mask")
+        # A mask of four dimensions says who attends to whom, not what is padding.
+        return mask if mask is not None and mask.dim() == 2 and tuple(mask.shape) == self.batch_shape else None
 
     @property
     def packed_positions(self) -> Tensor | None:
@@ -136,16 +141,13 @@ class ForwardWindow:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        arguments = dict(kwargs)
-        if args and "input_ids" not in arguments:
-            arguments["input_ids"] = args[0]
+        if args and "input_ids" not in kwargs:
+            kwargs = {**kwargs, "input_ids": args[0]}
         self.is_open = True
-        with torch.no_grad():
-            self._on_open(TrainingForward(arguments))
+        self._on_open(TrainingForward(kwargs))
 
     def _after(self) -> None:
         if not self.is_open:
             return
         self.is_open = False
-        with torch.no_grad():
-            self._on_close()
+        self._on_close()

@@ -40,6 +40,7 @@ from ftcost_callback.records import (
     Step,
     Summary,
     TokenCounts,
+    TrainerLog,
 )
 from ftcost_callback.reporting import (
     Standing,
@@ -59,6 +60,7 @@ from ftcost_callback.token_counter import PendingTokens, TokenCounter, label_rul
 
 _log = logging.getLogger("ftcost_callback")
 
+FLUSH_SECONDS: Final = 1.0  # a kill loses no more of the record than this
 REPORT_SECONDS: Final = 10.0  # a report at least this often, also between logging steps
 STEPS_BEFORE_SECOND_PREDICTION: Final = 20
 _SCHEDULED_PAUSES: Final[tuple[PauseKind, ...]] = ("eval", "save", "log")
@@ -116,7 +118,7 @@ class LiveRun:
         self._num_micro_batches = 0
         self._phase_times: list[float] = []
         self._num_profiled = 0
-        self._reported_at = 0.0
+        self._reported_at = self._flushed_at = 0.0
         self._last_report_step = 0
         self._last_step = 0
         self._first_prediction: Prediction | None = None
@@ -183,6 +185,7 @@ class LiveRun:
         self._write(session)
         if self._prediction is not None:
             self._write(self._prediction)
+        self._flush()
         self._sinks.open(session, self._prediction)
         self._reported_at = self._clock()
         self.pause("other")  # our own preparations
@@ -468,7 +471,7 @@ class LiveRun:
         """Report if one is due, write the rows, watch the budget. (stop training, a report was made)."""
         report_due = (
             bool(rows)
-            and self.recorder.session.num_steps > 0
+            and self.recorder.num_measured_steps > 0
             and (log_follows or self._settings.wandb_every == "step" or self._clock() - self._reported_at >= REPORT_SECONDS)
         )
         if report_due:
@@ -477,9 +480,26 @@ class LiveRun:
             rows[-1] = completed if completed is not None else last
         for row in rows:
             self._write(row)
-        return self._check_budget(), report_due
+        stop = self._check_budget()
+        # Early enough that what waits never stands for more than the allowed time when the next step ends.
+        next_step_seconds = rows[-1].step_seconds if rows else 0.0
+        if report_due or self._clock() + next_step_seconds - self._flushed_at >= FLUSH_SECONDS:
+            self._flush()
+        return stop, report_due
 
     # --- pauses -------------------------------------------------------------------------------------------------------
+
+    def trainer_logged(self, values: Mapping[str, Any]) -> None:
+        """The Trainer has logged ``values``: for the sinks that show them against what the run has cost."""
+        elapsed = self.recorder.elapsed_seconds
+        self._sinks.trainer_logged(
+            TrainerLog(
+                global_step=self._last_step,
+                elapsed_seconds=elapsed,
+                spent_usd=self._spent_usd(elapsed),
+                values=values,
+            )
+        )
 
     def wait_for_steps(self) -> None:
         """A pause begins: the steps before it are over, or are waited for."""
@@ -487,6 +507,7 @@ class LiveRun:
             for row in self._resolve_steps(wait=True):
                 self._write(row)
             self._boundary.call("peak memory", self._peaks.step_ends)
+            self._flush()
 
     def pause(self, kind: PauseKind) -> None:
         """What passed since the last step or pause was a pause of this kind."""
@@ -504,6 +525,7 @@ class LiveRun:
             if checkpoint_dir.is_dir():
                 write_ledger(checkpoint_dir, self.ledger())
 
+        self._flush()
         self._boundary.call("checkpoint ledger", write)
 
     def ledger(self) -> Ledger:
@@ -530,6 +552,7 @@ class LiveRun:
         summary = self._boundary.call("summary", self._summary)
         if summary is not None:
             self._write(summary)
+            self._flush()
             self._sinks.close(summary)
         self.release()
 
@@ -649,7 +672,7 @@ class LiveRun:
             self._settings.predict
             and self._job is not None
             and not self._has_predicted_again
-            and self.recorder.session.num_steps >= STEPS_BEFORE_SECOND_PREDICTION
+            and self.recorder.num_measured_steps >= STEPS_BEFORE_SECOND_PREDICTION
             and tokens_seen(self.recorder.session) is not None
         )
 
@@ -702,6 +725,8 @@ class LiveRun:
         return self.identity.earlier_spent_usd + since / SECONDS_PER_HOUR * self._usd_per_hour
 
     def _check_budget(self) -> bool:
+        if not self._budget.is_limited:
+            return False
         elapsed = self.recorder.elapsed_seconds
         projection = self._projection
         crossed = self._boundary.call(
@@ -714,7 +739,7 @@ class LiveRun:
                 projected_seconds_low=projection.projected_total_seconds_low,
                 projected_usd=projection.projected_usd,
                 projected_usd_low=projection.projected_usd_low,
-                num_measured_steps=self.recorder.session.num_steps,
+                num_measured_steps=self.recorder.num_measured_steps,
             ),
         )
         for row in crossed or ():
@@ -742,6 +767,11 @@ class LiveRun:
         if self.file is not None:
             file = self.file
             self._boundary.call("run record", lambda: file.append(row))
+
+    def _flush(self) -> None:
+        self._flushed_at = self._clock()
+        if self.file is not None:
+            self._boundary.call("run record", self.file.flush)
 
 
 def _token_totals(totals: Totals) -> dict[str, int]:

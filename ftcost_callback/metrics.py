@@ -140,6 +140,29 @@ METRICS: Final[tuple[Metric, ...]] = (
 EXPERT_HISTOGRAM_KEY: Final = "ftcost/moe/load/{layer}"
 """Per-layer histogram of the share of routed tokens by expert."""
 
+BY_COST_PREFIX: Final = "ftcost/by_cost/"
+"""Losses against what the run had cost: copies of the Trainer's losses, on the first axis below that is known."""
+COST_AXIS_KEY: Final = "ftcost/by_cost/spent_usd"
+TIME_AXIS_KEY: Final = "ftcost/by_cost/elapsed_hours"
+
+LOGGED_FIELDS: Final = (
+    "spent_usd",
+    "projected_usd",
+    "remaining_seconds",
+    "step_seconds",
+    "non_padding_tokens_per_second",
+    "mfu",
+    "step_seconds_measured_over_predicted",
+    "peak_allocated_bytes",
+)
+"""The few figures that ``attach`` puts into the Trainer's own logs, for the trackers that have no sink of ours."""
+
+
+def logged_metrics(window: Window) -> dict[str, float]:
+    """Tracker key -> value of :data:`LOGGED_FIELDS`, without what was not measured."""
+    keys = {metric.key for metric in METRICS if metric.field in LOGGED_FIELDS}
+    return {key: value for key, value in window_metrics(window).items() if key in keys}
+
 
 def metrics_for(detail: Detail) -> tuple[Metric, ...]:
     """The rows of the table that ``detail`` shows."""

@@ -28,6 +28,7 @@ BUCKETS: Final = (
     "startup_seconds",
     "other_seconds",
 )
+TOKEN_FIELDS: Final = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "num_samples")
 _KEPT_PAUSES: Final = 32  # of each kind, for the projection
 
 
@@ -52,14 +53,7 @@ class Totals:
     @property
     def wall_seconds(self) -> float:
         """Sum of the six buckets."""
-        return (
-            self.train_seconds
-            + self.eval_seconds
-            + self.save_seconds
-            + self.log_seconds
-            + self.startup_seconds
-            + self.other_seconds
-        )
+        return sum(self.seconds.values())
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -97,9 +91,6 @@ class Totals:
         return cls(**values)
 
 
-TOKEN_FIELDS: Final = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "num_samples")
-
-
 def _sum(first: int | None, second: int | None) -> int | None:
     return None if first is None or second is None else first + second
 
@@ -133,27 +124,6 @@ class StepAggregate:
     sum_squared_sequence_tokens: float | None = 0.0
     longest_sequence_tokens: int | None = None
 
-    def plus(self, timing: StepTiming) -> StepAggregate:
-        tokens = timing.tokens
-        squares = tokens.sum_squared_sequence_tokens
-        lengths = [each for each in (self.longest_sequence_tokens, tokens.longest_sequence_tokens) if each is not None]
-        return StepAggregate(
-            num_steps=self.num_steps + 1,
-            step_seconds_sum=self.step_seconds_sum + timing.step_seconds,
-            data_wait_seconds_sum=self.data_wait_seconds_sum + timing.data_wait_seconds,
-            num_micro_batches=self.num_micro_batches + timing.num_micro_batches,
-            num_tokens=_sum(self.num_tokens, tokens.num_tokens),
-            num_non_padding_tokens=_sum(self.num_non_padding_tokens, tokens.num_non_padding_tokens),
-            num_supervised_tokens=_sum(self.num_supervised_tokens, tokens.num_supervised_tokens),
-            num_samples=_sum(self.num_samples, tokens.num_samples),
-            sum_squared_sequence_tokens=(
-                None
-                if squares is None or self.sum_squared_sequence_tokens is None
-                else self.sum_squared_sequence_tokens + squares
-            ),
-            longest_sequence_tokens=max(lengths, default=None),
-        )
-
     @property
     def step_seconds(self) -> float | None:
         """Mean seconds of a step."""
@@ -169,14 +139,72 @@ class StepAggregate:
         """Share of the step time, in [0, 1]."""
         return self.data_wait_seconds_sum / self.step_seconds_sum if self.step_seconds_sum > 0 else None
 
-    def per_second(self, count: int | None) -> float | None:
+    def per_second(self, count: float | None) -> float | None:
         """``count`` (one of this aggregate's) over the seconds of its steps, pauses left out."""
         if count is None or not self.num_steps or self.step_seconds_sum <= 0:
             return None
         return count / self.step_seconds_sum
 
-    def per_step(self, count: int | None) -> float | None:
+    def per_step(self, count: float | None) -> float | None:
         return count / self.num_steps if count is not None and self.num_steps else None
+
+
+class _TokenSums:
+    """Running sums of a step's counts; one that a step does not show is unknown from there on."""
+
+    __slots__ = TOKEN_FIELDS
+
+    def __init__(self, start: Totals | None = None) -> None:
+        self.num_tokens: int | None = start.num_tokens if start is not None else 0
+        self.num_non_padding_tokens: int | None = start.num_non_padding_tokens if start is not None else 0
+        self.num_supervised_tokens: int | None = start.num_supervised_tokens if start is not None else 0
+        self.num_samples: int | None = start.num_samples if start is not None else 0
+
+    def add(self, counts: TokenCounts) -> None:
+        self.num_tokens = _sum(self.num_tokens, counts.num_tokens)
+        self.num_non_padding_tokens = _sum(self.num_non_padding_tokens, counts.num_non_padding_tokens)
+        self.num_supervised_tokens = _sum(self.num_supervised_tokens, counts.num_supervised_tokens)
+        self.num_samples = _sum(self.num_samples, counts.num_samples)
+
+
+class _StepSums:
+    """The running form of a :class:`StepAggregate`: nothing is built anew for each step."""
+
+    __slots__ = ("_data_wait_seconds", "_longest", "_num_micro_batches", "_squares", "_step_seconds", "_tokens", "num_steps")
+
+    def __init__(self) -> None:
+        self.num_steps = self._num_micro_batches = 0
+        self._step_seconds = self._data_wait_seconds = 0.0
+        self._tokens = _TokenSums()
+        self._squares: float | None = 0.0
+        self._longest: int | None = None
+
+    def add(self, step_seconds: float, data_wait_seconds: float, num_micro_batches: int, counts: TokenCounts) -> None:
+        self.num_steps += 1
+        self._num_micro_batches += num_micro_batches
+        self._step_seconds += step_seconds
+        self._data_wait_seconds += data_wait_seconds
+        self._tokens.add(counts)
+        squares, longest = counts.sum_squared_sequence_tokens, counts.longest_sequence_tokens
+        self._squares = None if squares is None or self._squares is None else self._squares + squares
+        if longest is not None and (self._longest is None or longest > self._longest):
+            self._longest = longest
+
+    @property
+    def aggregate(self) -> StepAggregate:
+        tokens = self._tokens
+        return StepAggregate(
+            num_steps=self.num_steps,
+            step_seconds_sum=self._step_seconds,
+            data_wait_seconds_sum=self._data_wait_seconds,
+            num_micro_batches=self._num_micro_batches,
+            num_tokens=tokens.num_tokens,
+            num_non_padding_tokens=tokens.num_non_padding_tokens,
+            num_supervised_tokens=tokens.num_supervised_tokens,
+            num_samples=tokens.num_samples,
+            sum_squared_sequence_tokens=self._squares,
+            longest_sequence_tokens=self._longest,
+        )
 
 
 class StepRecorder:
@@ -195,17 +223,49 @@ class StepRecorder:
         self._furthest_step = 0
         self._num_session_steps = 0
         self._is_closed = False
-        self.totals = Totals()
-        self.session = StepAggregate()  # this session, warm-up left out
+        self._seconds = dict.fromkeys(BUCKETS, 0.0)
+        self._data_wait_seconds = self._wasted_seconds = 0.0
+        self._num_steps = 0
+        self._tokens = _TokenSums()
+        self._session = _StepSums()
+        self._report = _StepSums()
         self.moments = StepMoments()
         self.first_step_seconds: float | None = None
-        self._report = StepAggregate()
 
     def start(self, *, startup_seconds: float = 0.0, earlier: Totals | None = None, furthest_step: int = 0) -> None:
         """Begin a session. ``earlier``: totals of the sessions before it; ``furthest_step``: the last one they did."""
-        self.totals = (earlier or Totals()).plus(startup_seconds=max(0.0, startup_seconds))
+        earlier = earlier if earlier is not None else Totals()
+        self._seconds = earlier.seconds
+        self._seconds["startup_seconds"] += max(0.0, startup_seconds)
+        self._data_wait_seconds, self._wasted_seconds = earlier.data_wait_seconds, earlier.wasted_seconds
+        self._num_steps = earlier.num_steps
+        self._tokens = _TokenSums(earlier)
         self._furthest_step = furthest_step
         self._mark = self._clock()
+
+    @property
+    def totals(self) -> Totals:
+        """Over all sessions of the run, up to the mark."""
+        return Totals(
+            **self._seconds,
+            data_wait_seconds=self._data_wait_seconds,
+            wasted_seconds=self._wasted_seconds,
+            num_steps=self._num_steps,
+            num_tokens=self._tokens.num_tokens,
+            num_non_padding_tokens=self._tokens.num_non_padding_tokens,
+            num_supervised_tokens=self._tokens.num_supervised_tokens,
+            num_samples=self._tokens.num_samples,
+        )
+
+    @property
+    def session(self) -> StepAggregate:
+        """This session's steps, warm-up left out."""
+        return self._session.aggregate
+
+    @property
+    def num_measured_steps(self) -> int:
+        """Steps in :attr:`session`."""
+        return self._session.num_steps
 
     @property
     def mark(self) -> float:
@@ -232,36 +292,35 @@ class StepRecorder:
         seconds = self._advance(ended_at)
         data_wait = min(max(0.0, data_wait_seconds), seconds)
         repeated = global_step <= self._furthest_step
-        self.totals = self.totals.plus(
-            train_seconds=seconds,
-            data_wait_seconds=data_wait,
-            wasted_seconds=seconds if repeated else 0.0,
-            num_steps=1,
-        ).plus_tokens(counts)
+        self._seconds["train_seconds"] += seconds
+        self._data_wait_seconds += data_wait
+        self._wasted_seconds += seconds if repeated else 0.0
+        self._num_steps += 1
+        self._tokens.add(counts)
         self._num_session_steps += 1
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds
-        timing = StepTiming(
+        is_warm_up = self._num_session_steps <= self._skip_first_steps
+        if not is_warm_up:
+            self._recent.append((seconds, counts.num_tokens))
+            self._session.add(seconds, data_wait, num_micro_batches, counts)
+            self._report.add(seconds, data_wait, num_micro_batches, counts)
+            self.moments = self.moments.add(seconds, counts.num_tokens)
+        return StepTiming(
             global_step=global_step,
             step_seconds=seconds,
             data_wait_seconds=data_wait,
             tokens=counts,
-            elapsed_seconds=self.totals.wall_seconds,
+            elapsed_seconds=self._wall_seconds,
             repeated=repeated,
-            is_warm_up=self._num_session_steps <= self._skip_first_steps,
+            is_warm_up=is_warm_up,
             num_micro_batches=num_micro_batches,
         )
-        if not timing.is_warm_up:
-            self._recent.append((seconds, counts.num_tokens))
-            self.session = self.session.plus(timing)
-            self.moments = self.moments.add(seconds, counts.num_tokens)
-            self._report = self._report.plus(timing)
-        return timing
 
     def pause(self, kind: PauseKind, *, global_step: int = 0, ended_at: float | None = None) -> float:
         """What passed since the mark was a pause of this kind. Returns its seconds."""
         seconds = self._advance(ended_at)
-        self.totals = self.totals.plus(**{f"{kind}_seconds": seconds})
+        self._seconds[f"{kind}_seconds"] += seconds
         kept = self._pauses.setdefault(kind, deque(maxlen=_KEPT_PAUSES))
         if kept and kept[-1][0] == global_step:
             # Several evaluation sets at one step are one pause of the plan.
@@ -273,21 +332,25 @@ class StepRecorder:
     def close(self) -> float:
         """The session ends: what is left goes to ``other``. Returns its seconds."""
         seconds = self._advance(None)
-        self.totals = self.totals.plus(other_seconds=seconds)
+        self._seconds["other_seconds"] += seconds
         self._is_closed = True
         return seconds
 
     def take_report(self) -> StepAggregate:
         """The steps since the last call, warm-up left out."""
-        report, self._report = self._report, StepAggregate()
-        return report
+        report, self._report = self._report, _StepSums()
+        return report.aggregate
 
     @property
     def elapsed_seconds(self) -> float:
         """Wall time of the run over all its sessions: now, or at the close."""
         if self._is_closed:
-            return self.totals.wall_seconds
-        return self.totals.wall_seconds + max(0.0, self._clock() - self.mark)
+            return self._wall_seconds
+        return self._wall_seconds + max(0.0, self._clock() - self.mark)
+
+    @property
+    def _wall_seconds(self) -> float:
+        return sum(self._seconds.values())  # the buckets, in the order of Totals.wall_seconds
 
     @property
     def recent_step_seconds(self) -> tuple[float, ...]:

@@ -7,7 +7,9 @@ Frozen records of plain numbers. A value that was not measured is ``None`` here 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
@@ -28,6 +30,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _field_names(row_type: type[Row]) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(row_type))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the run record."""
@@ -37,10 +44,10 @@ class Row:
     def to_row(self) -> dict[str, Any]:
         """``{"type": ..., field: value, ...}`` without the fields that were not measured."""
         row: dict[str, Any] = {"type": self.TYPE}
-        for each in dataclasses.fields(self):
-            value = _plain(getattr(self, each.name))
-            if value is not None:
-                row[each.name] = value
+        for name in _field_names(type(self)):
+            value = getattr(self, name)
+            if value is not None and (value := _plain(value)) is not None:
+                row[name] = value
         return row
 
 
@@ -223,6 +230,26 @@ class Summary(Row):
     measured_over_predicted: dict[str, dict[str, float]] | None = None  # basis -> figure -> ratio
     verdict: str | None = None  # one sentence
     status: Literal["finished", "stopped_at_budget", "stopped"] = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLog:
+    """What the Trainer itself logged, and what the run had taken by then."""
+
+    global_step: int
+    elapsed_seconds: float
+    spent_usd: float | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def losses(self) -> dict[str, float]:
+        """``loss`` and every ``eval_..._loss`` that is a finite number."""
+        return {
+            name: float(value)
+            for name, value in self.values.items()
+            if (name == "loss" or (name.startswith("eval_") and name.endswith("loss")))
+            and isinstance(value, (int, float))
+            and math.isfinite(value)
+        }
 
 
 ROW_TYPES: Final = {kind.TYPE: kind for kind in (Session, Step, Pause, ExpertLoad, Budget, Summary)}

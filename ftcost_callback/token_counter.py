@@ -6,7 +6,10 @@ a tensor until :meth:`PendingTokens.read`.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +40,26 @@ def _base_model(model: Any) -> Any:
     return get_base_model() if callable(get_base_model) else model
 
 
+_Count: TypeAlias = "int | Tensor | None"
+
+
+def _larger(first: Any, second: Any) -> Any:
+    if isinstance(first, Tensor):
+        return first.clamp(min=second) if isinstance(second, int) else torch.maximum(first, second)
+    return _larger(second, first) if isinstance(second, Tensor) else max(first, second)
+
+
+# How the counts of two micro-batches become that of both.
+_COUNTS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "num_tokens": operator.add,
+    "num_non_padding_tokens": operator.add,
+    "num_supervised_tokens": operator.add,
+    "num_samples": operator.add,
+    "longest_sequence_tokens": _larger,
+    "sum_squared_sequence_tokens": operator.add,
+}
+
+
 class PendingTokens:
     """The counts of one optimizer step. On a GPU they are on their way to the host.
 
@@ -55,59 +78,60 @@ class PendingTokens:
         """The counts. On a GPU only after an event recorded behind the copy has passed."""
         if self._values is None:
             return self._on_host
-        read = dict(zip(self._names, (int(value) for value in self._values.tolist()), strict=True))
-        return TokenCounts(
-            num_tokens=self._on_host.num_tokens,
-            num_non_padding_tokens=read.get("num_non_padding_tokens", self._on_host.num_non_padding_tokens),
-            num_supervised_tokens=read.get("num_supervised_tokens", self._on_host.num_supervised_tokens),
-            num_samples=read.get("num_samples", self._on_host.num_samples),
-            longest_sequence_tokens=read.get("longest_sequence_tokens", self._on_host.longest_sequence_tokens),
-            sum_squared_sequence_tokens=float(read["sum_squared_sequence_tokens"])
-            if "sum_squared_sequence_tokens" in read
-            else self._on_host.sum_squared_sequence_tokens,
-        )
+        read = zip(self._names, self._values.tolist(), strict=True)
+        return dataclasses.replace(self._on_host, **{name: int(value) for name, value in read})
 
 
 class _MicroBatch:
-    """Counts of one forward: an int (known on the host), a 0-dim tensor (on the device), or ``None`` (not shown)."""
+    """Counts of one forward, or of several together: an int (known on the host), a 0-dim tensor (on the device), or
+    ``None`` (not shown)."""
 
-    __slots__ = ("longest", "non_padding", "samples", "squares", "supervised", "tokens")
+    __slots__ = tuple(_COUNTS)
 
     def __init__(self, forward: TrainingForward, rule: LabelRule) -> None:
-        self.tokens: int | None = None
-        self.non_padding: int | Tensor | None = None
-        self.longest: int | Tensor | None = None
-        self.squares: int | Tensor | None = None
-        self.samples: int | Tensor | None = None
-        self.supervised: int | Tensor | None = _supervised(forward, rule)
+        self.num_tokens: _Count = None
+        self.num_non_padding_tokens: _Count = None
+        self.num_supervised_tokens: _Count = None
+        self.num_samples: _Count = None
+        self.longest_sequence_tokens: _Count = None
+        self.sum_squared_sequence_tokens: _Count = None
         if forward.batch_shape is None:
-            self.samples = _rows_of_any_tensor(forward)
-            self.supervised = None
+            self.num_samples = _rows_of_any_tensor(forward)
             return
+        self.num_supervised_tokens = _supervised(forward, rule)
         rows, length = forward.batch_shape
-        self.tokens = self.non_padding = rows * length
-        self.samples, self.longest, self.squares = rows, length, rows * length * length
-        if (real := forward.real_tokens) is not None:
-            self.non_padding = real.sum()
-        positions, starts = forward.packed_positions, forward.sequence_starts
+        self.num_tokens = self.num_non_padding_tokens = rows * length
+        self.num_samples, self.longest_sequence_tokens = rows, length
+        self.sum_squared_sequence_tokens = rows * length * length
+        if (mask := forward.padding_mask) is not None:
+            self.num_non_padding_tokens = torch.count_nonzero(mask)
+            return
+        positions, starts, real = forward.packed_positions, forward.sequence_starts, forward.real_tokens
         if positions is not None and starts is not None and real is not None:
-            self.samples = starts.sum()
-            self.longest = positions.max() + 1
+            self.num_non_padding_tokens = real.sum()
+            self.num_samples = starts.sum()
+            self.longest_sequence_tokens = positions.max() + 1
             # Within a sequence of L tokens the positions p = 0 .. L-1 give sum(2p + 1) = L^2.
-            self.squares = torch.where(real, 2 * positions + 1, 0).sum()
+            self.sum_squared_sequence_tokens = torch.where(real, 2 * positions + 1, 0).sum()
+
+    def add(self, other: _MicroBatch) -> None:
+        """Make this the counts of both; a count that one of them does not show is unknown."""
+        for name, combine in _COUNTS.items():
+            ours, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, None if ours is None or theirs is None else combine(ours, theirs))
 
 
 def _supervised(forward: TrainingForward, rule: LabelRule) -> Tensor | None:
     """Positions that enter the loss."""
     shifted = forward.tensor("shift_labels")
     if shifted is not None:
-        return (shifted != IGNORED_LABEL).sum()
+        return torch.count_nonzero(shifted != IGNORED_LABEL)
     labels = forward.tensor("labels")
     if labels is None or labels.dim() != 2 or labels.is_floating_point():
         return None
     if rule == "shifted":
         labels = labels[:, 1:]
-    return (labels != IGNORED_LABEL).sum()
+    return torch.count_nonzero(labels != IGNORED_LABEL)
 
 
 def _rows_of_any_tensor(forward: TrainingForward) -> int | None:
@@ -127,66 +151,46 @@ class TokenCounter:
     def __init__(self, rule: LabelRule, *, use_num_items_in_batch: bool = True) -> None:
         self._rule = rule
         self._use_num_items_in_batch = use_num_items_in_batch
-        self._micro_batches: list[_MicroBatch] = []
+        self._step: _MicroBatch | None = None  # the micro-batches since the last step
         self._num_items: Any = None
-        self.saw_tokens = False
         self.saw_forward = False
 
     def open_forward(self, forward: TrainingForward) -> None:
-        """Count one training forward. Called under ``no_grad``."""
+        """Count one training forward. Only whole numbers are touched, which carry no gradient."""
         self.saw_forward = True
-        self.saw_tokens = self.saw_tokens or forward.batch_shape is not None
-        self._micro_batches.append(_MicroBatch(forward, self._rule))
+        counts = _MicroBatch(forward, self._rule)
+        if self._step is None:
+            self._step = counts
+        else:
+            self._step.add(counts)
         if self._use_num_items_in_batch:
             self._num_items = forward.arguments.get("num_items_in_batch", self._num_items)
 
     def drop(self) -> None:
         """Forget what was counted since the last step (a step that was broken off)."""
-        self._micro_batches, self._num_items = [], None
+        self._step = self._num_items = None
 
     def take_step(self) -> PendingTokens:
         """The counts since the last call."""
-        batches, num_items = self._micro_batches, self._num_items
+        step, num_items = self._step, self._num_items
         self.drop()
-        if not batches:
+        if step is None:
             return PendingTokens(TokenCounts())
-        supervised: list[Any] = [batch.supervised for batch in batches]
-        if any(each is None for each in supervised) and num_items is not None:
-            supervised = [num_items]  # of the whole optimizer step, given again with each micro-batch
-        parts: dict[str, list[Any]] = {
-            "num_tokens": [batch.tokens for batch in batches],
-            "num_non_padding_tokens": [batch.non_padding for batch in batches],
-            "num_supervised_tokens": supervised,
-            "num_samples": [batch.samples for batch in batches],
-            "longest_sequence_tokens": [batch.longest for batch in batches],
-            "sum_squared_sequence_tokens": [batch.squares for batch in batches],
-        }
+        if step.num_supervised_tokens is None and num_items is not None:
+            # Of the whole optimizer step, given again with each micro-batch.
+            step.num_supervised_tokens = _whole_number(num_items)
         on_host: dict[str, Any] = {}
         on_device: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for name, values in parts.items():
-                if any(value is None for value in values):
-                    continue
-                if any(isinstance(value, Tensor) for value in values):
-                    on_device[name] = _combined_on_device(values, largest=name == "longest_sequence_tokens")
-                else:
-                    on_host[name] = max(values) if name == "longest_sequence_tokens" else sum(values)
-            stacked = torch.stack(list(on_device.values())) if on_device else None
+        for name in _COUNTS:
+            value = getattr(step, name)
+            if isinstance(value, Tensor):
+                on_device[name] = value
+            else:
+                on_host[name] = value
+        stacked = torch.stack(tuple(on_device.values())) if on_device else None
         return PendingTokens(TokenCounts(**on_host), tuple(on_device), stacked)
 
 
-def _combined_on_device(values: list[Any], *, largest: bool) -> Tensor:
-    """Sum (or maximum) of numbers and one-element tensors of one device, as a 0-dim int64 tensor."""
-    tensors = [_whole_number(value) for value in values if isinstance(value, Tensor)]
-    numbers = [int(value) for value in values if not isinstance(value, Tensor)]
-    combined = tensors[0]
-    for tensor in tensors[1:]:
-        combined = torch.maximum(combined, tensor) if largest else combined + tensor
-    if not numbers:
-        return combined
-    return combined.clamp(min=max(numbers)) if largest else combined + sum(numbers)
-
-
-def _whole_number(value: Tensor) -> Tensor:
-    # The Trainer's count comes as a float, and repeated for each replica.
-    return value if value.dim() == 0 and value.dtype == torch.long else value.detach().reshape(-1)[0].long()
+def _whole_number(value: Any) -> Any:
+    """The Trainer's count comes as a number, or as a float tensor, repeated for each replica."""
+    return value.detach().reshape(-1)[0].long() if isinstance(value, Tensor) else int(value)

@@ -1,25 +1,33 @@
-"""Opens the W&B run before transformers' ``WandbCallback`` does, so that a dead server cannot end training.
+"""Opens the W&B run before transformers' ``WandbCallback`` does, so that W&B cannot end training.
 
 Only on request (``wandb_guard=True``). ``WandbCallback`` raises out of ``trainer.train()`` when there is no key, a wrong
-one, or no server; a run that is open already it takes as it is.
+one, no server, or when the client's own process dies; a run that is open already it takes as it is. The run opened here
+has the project, the name and every ``WANDB_*`` variable that it would have had, waits for nothing longer than the limits
+below, and is kept offline where the server does not answer. Left to ``WandbCallback``: the runs of a hyperparameter
+search, which it closes and opens itself.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 _log = logging.getLogger("ftcost_callback")
 
-_SETTINGS: Final[dict[str, Any]] = {
+LIMITS: Final[dict[str, Any]] = {
     "init_timeout": 30,
+    "login_timeout": 30,  # nobody may sit at the terminal that is asked for a key
     "finish_timeout": 300,  # the default waits for a dead server for ever, on a machine that is paid by the hour
     "x_transaction_log_flush_interval": 1.0,  # a killed process loses a second of rows, not fifteen
     "x_graphql_retry_max": 4,
     "x_graphql_retry_wait_max_seconds": 10,
+    "x_graphql_timeout_seconds": 20,
 }
+"""Settings of the client; one that the environment sets (``WANDB_INIT_TIMEOUT=...``) is left as it is there."""
 
 
 def open_run_or_offline(args: Any) -> bool:
@@ -30,22 +38,64 @@ def open_run_or_offline(args: Any) -> bool:
 
     if wandb.run is not None:
         return False
-    known = _field_names(wandb.Settings)
-    settings = wandb.Settings(**{name: value for name, value in _SETTINGS.items() if name in known})
-    fields = {"project": os.environ.get("WANDB_PROJECT", "huggingface"), "name": args.run_name, "settings": settings}
+    fields: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "huggingface"), "settings": _settings(wandb)}
+    if args.run_name is not None:
+        fields["name"] = args.run_name
     try:
-        wandb.init(**fields)
+        run = wandb.init(**fields)
     except Exception as error:
-        _log.warning(
-            "ftcost: W&B cannot be reached (%s: %s); the run is kept offline, send it later with `wandb sync`",
-            type(error).__name__,
-            error,
-        )
-        wandb.init(**fields, mode="offline")
+        run = _open_without_server(wandb, fields, error)
+    _never_raise(run, wandb)
     return True
 
 
-def _field_names(settings_type: Any) -> set[str]:
-    if dataclasses.is_dataclass(settings_type):
-        return {each.name for each in dataclasses.fields(settings_type)}
-    return set(getattr(settings_type, "model_fields", ()))
+def _open_without_server(wandb: Any, fields: dict[str, Any], reason: Exception) -> Any:
+    why = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
+    try:
+        run = wandb.init(**fields, mode="offline")
+    except Exception as error:
+        _log.warning("ftcost: W&B can be used neither online (%s) nor offline (%s); nothing goes there", why, error)
+        return wandb.init(**fields, mode="disabled")
+    folder = Path(run.dir).parent
+    _log.warning(
+        "ftcost: W&B cannot be reached (%s); the run is kept offline, send it later with: wandb sync %s",
+        why,
+        shlex.quote(str(folder)),
+    )
+    return run
+
+
+def _settings(wandb: Any) -> Any:
+    known = getattr(wandb.Settings, "model_fields", None) or getattr(wandb.Settings, "__dataclass_fields__", {})
+    return wandb.Settings(**{name: value for name, value in LIMITS.items() if name in known and not _is_set(name)})
+
+
+def _is_set(name: str) -> bool:
+    """Whether the user has set this in the environment; private ones have two spellings there."""
+    public = name.removeprefix("x_").upper()
+    spellings = (f"WANDB__{public}", f"WANDB_X_{public}") if name.startswith("x_") else (f"WANDB_{public}",)
+    return any(os.environ.get(each) for each in spellings)
+
+
+def _never_raise(run: Any, wandb: Any) -> None:
+    """Rows are given up, and that is said once, when the client's own process has died: ``run.log`` raises then."""
+    log: Callable[..., None] = run.log
+    has_failed = False
+
+    def log_or_give_up(*arguments: Any, **named: Any) -> None:
+        nonlocal has_failed
+        if has_failed:
+            return
+        try:
+            log(*arguments, **named)
+        except (OSError, wandb.Error) as error:
+            has_failed = True
+            _log.warning(
+                "ftcost: W&B takes no more rows (%s: %s); training goes on, and what was written before is in %s",
+                type(error).__name__,
+                error,
+                Path(run.dir).parent,
+            )
+
+    run.log = log_or_give_up
+    wandb.log = log_or_give_up  # what WandbCallback calls

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from costmodel.errors import CostModelError
 from costmodel.importers.reading import (
     ConfigReader,
     ImportedJob,
@@ -728,7 +729,10 @@ def _kernels(reader: ConfigReader) -> None:
 
 def _loss_kernels(reader: ConfigReader) -> None:
     """The plugins that keep the logits out of memory, and Liger's other kernels."""
-    plugins = [str(plugin).lower() for plugin in reader.value("plugins") or () if isinstance(plugin, str)]
+    listed = reader.value("plugins")
+    plugins = [str(plugin).lower() for plugin in listed] if isinstance(listed, list) else []
+    if listed is not None and not isinstance(listed, list):
+        raise CostModelError(f"{reader.where}: plugins must be a list, got {listed!r}")
     liger_keys = [key for key in reader.config if key.startswith("liger_")]
     for key in liger_keys:
         reader.value(key)

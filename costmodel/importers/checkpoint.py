@@ -61,6 +61,7 @@ NOT_MODELLED_ADAPTER_KEYS: Final[dict[str, str]] = {
     "lora_bias": "biases of adapters are not counted",
     "alora_invocation_tokens": "activated LoRA is estimated as LoRA",
     "use_bdlora": "block-diagonal LoRA is estimated as LoRA",
+    "kasa_config": "KaSA is estimated as LoRA",
     "velora_config": "VeLoRA is estimated as LoRA",
     "monteclora_config": "MonteCLoRA is estimated as LoRA",
 }

@@ -274,13 +274,14 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     _data(reader, stage)
     reader.set("num_gpus", _whole(reader, "ray_num_workers"), "ray_num_workers")
     datasets = reader.value("dataset")
+    listed = (reader.converted(datasets, "dataset", listed_names) or ()) if datasets else ()
     train_on_prompt = reader.flag("train_on_prompt")
     return reader.finish(
         harmless=HARMLESS,
         harmless_prefixes=HARMLESS_PREFIXES,
         not_modelled=NOT_MODELLED,
         max_samples=_whole(reader, "max_samples"),
-        num_datasets=max(1, len(listed_names(datasets) or ())) if datasets else 1,
+        num_datasets=max(1, len(listed)),
         eval_split=reader.number("val_size"),
         loss_on="all" if stage == "pt" or train_on_prompt else "completion",
     )

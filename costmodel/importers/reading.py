@@ -124,8 +124,16 @@ class ConfigReader:
         """The job field from the first of ``keys`` that is there, converted; returns it."""
         value = self.value(*keys)
         if value is not None:
-            self.set(field, convert(value) if convert else value, self.key_of(*keys))
+            key = self.key_of(*keys)
+            self.set(field, self.converted(value, key, convert) if convert else value, key)
         return self.fields.get(field)
+
+    def converted(self, value: Any, key: str, convert: Callable[[Any], Any]) -> Any:
+        """``convert(value)``, whose complaint then names the file and the key."""
+        try:
+            return convert(value)
+        except CostModelError as error:
+            raise CostModelError(f"{self.where}: {key}: {error}") from None
 
     def default(self, field: str, value: Any, source: str) -> None:
         """What the tool does when the file does not say: used unless the field is set. ``source``: the tool's file."""

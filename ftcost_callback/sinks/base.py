@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
-from ftcost_callback.records import Budget, Prediction, Session, Summary, Window
+from ftcost_callback.records import Budget, Prediction, Session, Summary, TrainerLog, Window
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +18,8 @@ class Sink(Protocol):
     """Where reports go. Called on the training thread of the main process, at logging steps: be quick, touch no device.
 
     ``extra`` of :meth:`log` holds what is no scalar, by name: ``"expert_load"`` is an
-    :class:`~ftcost_callback.records.ExpertLoad`. A sink ignores names it does not know.
+    :class:`~ftcost_callback.records.ExpertLoad`. A sink ignores names it does not know. A sink that also has
+    ``trainer_logged(entry: TrainerLog)`` is told what the Trainer logs.
     """
 
     def open(self, session: Session, prediction: Prediction | None) -> None: ...
@@ -59,14 +60,20 @@ class FanOut:
     def log(self, window: Window, extra: Mapping[str, Any] | None = None) -> None:
         self._call("log", window, extra if extra is not None else {})
 
+    def trainer_logged(self, entry: TrainerLog) -> None:
+        """To the sinks that want it."""
+        self._call("trainer_logged", entry, is_optional=True)
+
     def alert(self, budget: Budget) -> None:
         self._call("alert", budget)
 
     def close(self, summary: Summary) -> None:
         self._call("close", summary)
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _call(self, method: str, *arguments: Any, is_optional: bool = False) -> None:
         for sink in list(self._sinks):
+            if is_optional and not hasattr(sink, method):
+                continue
             try:
                 getattr(sink, method)(*arguments)
             except Exception as error:

@@ -9,52 +9,62 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any, Final
 
-from ftcost_callback.metrics import EXPERT_HISTOGRAM_KEY, PREFIX, STEP_KEY, Detail, metrics_for, window_metrics
-from ftcost_callback.records import Budget, ExpertLoad, Prediction, Session, Summary, Window
+from ftcost_callback.metrics import (
+    BY_COST_PREFIX,
+    COST_AXIS_KEY,
+    PREFIX,
+    STEP_KEY,
+    TIME_AXIS_KEY,
+    Detail,
+    metrics_for,
+    window_metrics,
+)
+from ftcost_callback.records import Budget, Prediction, Session, Summary, TrainerLog, Window
 from ftcost_callback.sinks.console import budget_line
+from ftcost_callback.sinks.tracker_rows import bounded, expert_histograms, session_config, summary_values
 
 _log = logging.getLogger(__name__)
 
-MAX_HISTOGRAM_LAYERS: Final = 16
-MAX_HISTOGRAM_BINS: Final = 512  # wandb.Histogram refuses more
-_MAX_CONFIG_ENTRIES: Final = 64  # of one list or mapping; a histogram of lengths has thousands
 _CONFIG_KEY: Final = "ftcost"
+PROBE_SECONDS: Final = 5.0
+"""How long a server has to show that it is there before an alert is given to the client."""
 
 
 class WandbSink:
     """Writes to ``wandb.run``. Absent, and said once, where wandb is not installed or no run is open.
 
-    A run that is opened later (by a ``WandbCallback`` that comes after us) is found at the next log. ``detail="full"``
-    adds the rest of the keys and a histogram for each MoE layer (at most 16 layers, evenly spread).
+    A run that is opened later (by a ``WandbCallback`` that comes after us) is found at the next log. Each MoE layer gets
+    a histogram of its experts' load at logging steps (16 layers, evenly spread); ``detail="full"`` adds the rest of the
+    keys and up to 64 layers.
     """
 
-    def __init__(self, detail: Detail = "default", *, now: Callable[[], datetime] | None = None) -> None:
+    def __init__(
+        self,
+        detail: Detail = "default",
+        *,
+        now: Callable[[], datetime] | None = None,
+        is_reachable: Callable[[str], bool] | None = None,
+    ) -> None:
         metrics_for(detail)  # refuses an unknown detail here rather than at the first log
-        self._detail = detail
+        self._detail: Detail = detail
         self._now = now if now is not None else lambda: datetime.now(timezone.utc)
+        self._is_reachable = is_reachable if is_reachable is not None else server_answers
         self._run: Any = None
         self._config: dict[str, Any] = {}
         self._alerted: set[tuple[str, str]] = set()
+        self._alerting: list[threading.Thread] = []
+        self._with_axis: set[str] = set()
         self._said_absent = False
         self._run_id: str | None = None
 
     def open(self, session: Session, prediction: Prediction | None) -> None:
-        self._config = {
-            "run_id": session.run_id,
-            "session_index": session.session_index,
-            "model": session.model,
-            "device": session.device,
-            "price": session.price,
-            "budget": session.budget,
-            "versions": session.versions,
-            "job": session.job,
-        }
+        self._config = session_config(session)
         if prediction is not None:
             self._config["prediction"] = prediction.estimate
         if session.run_id != self._run_id:
@@ -74,10 +84,30 @@ class WandbSink:
             self._say_absent()
             return
         row: dict[str, Any] = dict(window_metrics(window, self._detail))
-        if self._detail == "full":
-            row |= _histograms(extra.get("expert_load"))
+        row |= _histograms(extra.get("expert_load"), self._detail)
         if row:
             run.log({**row, STEP_KEY: window.global_step})
+
+    def trainer_logged(self, entry: TrainerLog) -> None:
+        """Losses once more, on the axis of what the run had cost by then (hours where there is no price).
+
+        W&B draws one series against another only where both stand in one row, and the losses' own row is the Trainer's.
+        """
+        run = self._find_run()
+        losses = entry.losses()
+        if run is None or not losses:
+            return
+        axis_key, axis = (
+            (COST_AXIS_KEY, entry.spent_usd)
+            if entry.spent_usd is not None
+            else (TIME_AXIS_KEY, entry.elapsed_seconds / 3600)
+        )
+        row = {f"{BY_COST_PREFIX}{name}": value for name, value in losses.items()}
+        for key in row.keys() - self._with_axis:
+            # An exact name goes before every pattern, WandbCallback's "*" included.
+            run.define_metric(key, step_metric=axis_key, step_sync=False)
+            self._with_axis.add(key)
+        run.log({**row, axis_key: axis, STEP_KEY: entry.global_step})
 
     def alert(self, budget: Budget) -> None:
         run = self._find_run()
@@ -85,19 +115,35 @@ class WandbSink:
             return
         self._alerted.add((budget.kind, budget.threshold))  # the client does not de-duplicate
         # Step and time stand in the text: an alert of an offline run arrives when it is synced.
-        text = f"{budget_line(budget)} [{self._now():%Y-%m-%d %H:%M} UTC]"
-        run.alert(
-            title=f"ftcost: budget, {budget.threshold}"[:63],
-            text=text,
-            level="ERROR" if budget.action == "stopped" else "WARN",
-        )
+        fields = {
+            "title": f"ftcost: budget, {budget.threshold}"[:63],
+            "text": f"{budget_line(budget)} [{self._now():%Y-%m-%d %H:%M} UTC]",
+            "level": "ERROR" if budget.action == "stopped" else "WARN",
+        }
+        if run.offline:
+            run.alert(**fields)
+            return
+        # One alert that waits for a server which is away makes wandb.finish() ignore its own time limit.
+        thread = threading.Thread(target=self._alert_if_reachable, args=(run, fields), name="ftcost-alert", daemon=True)
+        self._alerting.append(thread)
+        thread.start()
 
     def close(self, summary: Summary) -> None:
+        waiting, self._alerting = self._alerting, []
+        for thread in waiting:
+            thread.join(timeout=2 * PROBE_SECONDS)
         run = self._find_run()
-        if run is None:
-            return
-        values = {f"{PREFIX}summary/{name}": value for name, value in _flat(summary.to_row()) if name != "type"}
-        run.summary.update(values)
+        if run is not None:
+            run.summary.update(summary_values(summary))
+
+    def _alert_if_reachable(self, run: Any, fields: dict[str, Any]) -> None:
+        try:
+            if self._is_reachable(run.settings.base_url):
+                run.alert(**fields)
+            else:
+                _log.warning("ftcost: W&B does not answer, so it gets no alert: %s", fields["text"])
+        except Exception:
+            _log.warning("ftcost: the alert did not reach W&B: %s", fields["text"], exc_info=True)
 
     def _find_run(self) -> Any:
         """The open run, greeted with axis and config when it is a new one."""
@@ -109,12 +155,13 @@ class WandbSink:
             run.define_metric(STEP_KEY)
             run.define_metric(f"{PREFIX}*", step_metric=STEP_KEY)
             self._run = run
+            self._with_axis.clear()
             self._send_config()
         self._run = run
         return run
 
     def _send_config(self) -> None:
-        values = {name: _bounded(value) for name, value in self._config.items() if value is not None}
+        values = {name: bounded(value) for name, value in self._config.items() if value is not None}
         if values and self._run is not None:
             self._run.config.update({_CONFIG_KEY: values}, allow_val_change=True)
 
@@ -131,60 +178,28 @@ class WandbSink:
         _log.info("ftcost: nothing goes to Weights & Biases: %s", reason)
 
 
-def _histograms(load: Any) -> dict[str, Any]:
-    """Key -> ``wandb.Histogram`` of the share of tokens by expert, for at most 16 layers."""
-    if not isinstance(load, ExpertLoad) or load.status == "not_recorded":
+def server_answers(base_url: str) -> bool:
+    """Whether a W&B server answers at all within :data:`PROBE_SECONDS`. A refusal is an answer, a fault of it is not."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"{base_url.rstrip('/')}/healthz", timeout=PROBE_SECONDS):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code < 500
+    except (OSError, ValueError):
+        return False
+
+
+def _histograms(load: Any, detail: Detail) -> dict[str, Any]:
+    """Key -> ``wandb.Histogram`` of the share of tokens by expert."""
+    histograms = expert_histograms(load, detail)
+    if not histograms:
         return {}
     import wandb
 
-    names = _layer_labels(load.layer_names, len(load.tokens_per_expert))
-    histograms: dict[str, Any] = {}
-    for index in _evenly_spread(len(load.tokens_per_expert), MAX_HISTOGRAM_LAYERS):
-        tokens = load.tokens_per_expert[index]
-        total = sum(tokens)
-        if total <= 0:
-            continue
-        per_bin = -(-len(tokens) // MAX_HISTOGRAM_BINS)
-        edges = [*range(0, len(tokens), per_bin), len(tokens)]
-        shares = [sum(tokens[start : start + per_bin]) / total for start in edges[:-1]]
-        key = EXPERT_HISTOGRAM_KEY.format(layer=names[index])
-        histograms[key] = wandb.Histogram(np_histogram=(shares, edges))  # type: ignore[arg-type]  # lists do as well
-    return histograms
-
-
-def _layer_labels(names: Sequence[str], count: int) -> list[str]:
-    """``layer_07`` from the layer's number where that tells the layers apart, else the module's name."""
-    if len(names) != count:
-        return [f"layer_{index:02d}" for index in range(count)]
-    numbers = [match.group(1) if (match := re.search(r"\.(\d+)(?:\.|$)", name)) else None for name in names]
-    if None in numbers or len(set(numbers)) != count:
-        return list(names)
-    return [f"layer_{int(number or 0):02d}" for number in numbers]
-
-
-def _evenly_spread(count: int, most: int) -> list[int]:
-    """Indices of at most ``most`` of ``count`` items, the first and the last among them."""
-    if count <= most:
-        return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
-
-
-def _bounded(value: Any) -> Any:
-    """A copy for the run's config; a mapping or list too long to be read there becomes a note of its length."""
-    if isinstance(value, Mapping):
-        if len(value) > _MAX_CONFIG_ENTRIES:
-            return f"({len(value)} entries)"
-        return {str(key): _bounded(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return f"({len(value)} entries)" if len(value) > _MAX_CONFIG_ENTRIES else [_bounded(item) for item in value]
-    return value
-
-
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for name, value in mapping.items():
-        if isinstance(value, Mapping):
-            flat += _flat(value, f"{prefix}{name}/")
-        else:
-            flat.append((prefix + name, value))
-    return flat
+    return {
+        key: wandb.Histogram(np_histogram=(shares, edges))  # type: ignore[arg-type]  # lists do as well
+        for key, (shares, edges) in histograms.items()
+    }

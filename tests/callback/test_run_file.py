@@ -50,11 +50,21 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert record.summary is None
 
 
-def test_each_row_is_with_the_operating_system_when_append_returns(tmp_path: Path) -> None:
+def test_rows_are_with_the_operating_system_when_flush_returns(tmp_path: Path) -> None:
     file = RunFile(run_file_path(tmp_path))
     file.append(session())
+    assert file.path.read_text() == ""
+    file.flush()
     assert json.loads(file.path.read_text())["type"] == "session"
     file.close()
+
+
+def test_rows_that_wait_are_written_when_nobody_holds_the_file_any_more(tmp_path: Path) -> None:
+    file = RunFile(run_file_path(tmp_path))
+    path = file.path
+    file.append(session())
+    del file
+    assert json.loads(path.read_text())["type"] == "session"
 
 
 def test_no_nan_reaches_the_file(tmp_path: Path) -> None:

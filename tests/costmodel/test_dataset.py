@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from costmodel.explain import length_picture
 from costmodel.hf_config import model_spec_from_config
 from costmodel.importers import import_mapping
 from costmodel.specs import Job
-from costmodel.tokenizing import CharacterCounter, TokenizerCounter, estimated_tokens
+from costmodel.tokenizing import TokenizerCounter, estimated_tokens
 
 CHATML = "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
 
@@ -524,5 +525,11 @@ def test_wrong_input(arguments: list[str], message: str, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("", f"ftcost: {message}\n")
 
 
-def test_counting_without_a_tokenizer_loads_nothing_heavy() -> None:
-    assert CharacterCounter().count([]) == []
+def test_counting_without_a_tokenizer_loads_nothing_optional(tmp_path: Path) -> None:
+    path = _json_lines(tmp_path / "d.jsonl", ROWS)
+    code = (
+        f"import sys; from costmodel.dataset import read_dataset; print(read_dataset({str(path)!r}).num_samples, "
+        "sorted({'tokenizers', 'jinja2', 'pyarrow', 'rich', 'torch', 'transformers', 'yaml'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "2 []\n"

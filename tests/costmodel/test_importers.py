@@ -14,11 +14,13 @@ import pytest
 from example_configs import axolotl as axolotl_examples
 from example_configs import llamafactory as llamafactory_examples
 from example_configs import trl as trl_examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from costmodel import cli
 from costmodel.errors import CostModelError
 from costmodel.estimation import estimate
-from costmodel.importers import import_config, import_mapping, recognise
+from costmodel.importers import axolotl, import_config, import_mapping, llamafactory, recognise, trl
 from costmodel.importers.reading import MAX_CONFIG_BYTES, fsdp_words
 
 EXAMPLES = {
@@ -407,7 +409,9 @@ def test_every_field_of_the_installed_dataclasses_is_known(modules: tuple[str, .
 
 
 def test_every_field_of_the_installed_lora_config_is_known(tmp_path: Path) -> None:
-    fields = _dataclass_fields("peft.tuners.lora.config", "LoraConfig") | _dataclass_fields("peft.config", "PeftConfig", "PeftConfigMixin")
+    fields = _dataclass_fields("peft.tuners.lora.config", "LoraConfig") | _dataclass_fields(
+        "peft.config", "PeftConfig", "PeftConfigMixin"
+    )
     assert {"target_parameters", "base_model_name_or_path", "peft_version"} <= fields
     adapter = {**dict.fromkeys(fields), "peft_type": "LORA", "r": 8, "base_model_name_or_path": "m"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
@@ -517,7 +521,8 @@ def test_other_adapters_are_refused(tmp_path: Path) -> None:
 
 WANDB_RUN = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "intermediate_size": 11008, "vocab_size": 32000, "torch_dtype": "float16", "max_length": 20, "transformers_version": "4.46.0", "use_cache": False,
+    "intermediate_size": 11008, "vocab_size": 32000, "torch_dtype": "float16", "max_length": 20,
+    "transformers_version": "4.46.0", "use_cache": False,
     "_name_or_path": "/home/me/llama", "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "num_train_epochs": 3, "max_steps": -1, "bf16": True,
     "fp16": False, "gradient_checkpointing": True, "optim": "paged_adamw_32bit", "output_dir": "out", "eval_strategy": "no",
@@ -617,6 +622,43 @@ def test_wrong_values_name_the_key_that_was_written(config: dict[str, Any], mess
     with pytest.raises(CostModelError) as caught:
         import_mapping(config, "c.yaml")
     assert str(caught.value).startswith(message)
+
+
+KNOWN_KEYS = {
+    "axolotl": sorted(axolotl.UNDERSTOOD | set(axolotl.NOT_MODELLED)),
+    "llamafactory": sorted(llamafactory.UNDERSTOOD | set(llamafactory.NOT_MODELLED)),
+    "trl": sorted(trl.UNDERSTOOD | set(trl.NOT_MODELLED)),
+    "wandb": sorted(trl.UNDERSTOOD | {"peft_config", "quantization_config", "transformers_version", "torch_dtype"}),
+}
+BASES = {
+    "axolotl": {"base_model": "m"},
+    "llamafactory": {"stage": "sft", "model_name_or_path": "m"},
+    "trl": {"model_name_or_path": "m"},
+    "wandb": {"model_type": "llama", "hidden_size": 64, "per_device_train_batch_size": 2, "_wandb": {}},
+}
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(
+        ["", "auto", "no", "steps", "fp32", "all-linear", "q_proj,v_proj", "x*", "4", "1e9", "-1", "zero3", "full"]
+    ),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(["r", "stage", "dtype", "bits"]), values),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", KNOWN_KEYS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_value_of_any_key_is_read_or_refused(tool: str, data: st.DataObject) -> None:
+    """Never another error than the one that names the file and the key."""
+    config = data.draw(st.dictionaries(st.sampled_from(KNOWN_KEYS[tool]), JSON_VALUES, max_size=4))
+    try:
+        imported = import_mapping({**BASES[tool], **config}, "c.yaml")
+    except CostModelError as error:
+        refusal: str | None = str(error)
+    else:
+        refusal = None
+        assert set(imported.origins) == set(imported.fields)
+    assert refusal is None or "c.yaml" in refusal
 
 
 def test_deepspeed_file_beside_the_config_is_read(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def test_the_projection_for_100_gb_is_printed_rounded_not_floored() -> None:
     assert (round(batch), math.floor(batch)) == (28, 27)
 
 
-@pytest.mark.parametrize(("sequence_tokens", "sparsity", "measured"), [(512, SPARSE, 27), (1024, SPARSE, 17), (1024, DENSE, 5)])
+@pytest.mark.parametrize(
+    ("sequence_tokens", "sparsity", "measured"), [(512, SPARSE, 27), (1024, SPARSE, 17), (1024, DENSE, 5)]
+)
 def test_eq1_is_a_quarter_to_four_tenths_low_on_80_gb(sequence_tokens: int, sparsity: float, measured: int) -> None:
     batch = math.floor(xia2024.max_batch_size(80, xia2024.MIXTRAL_MODEL_MEMORY_GB, sequence_tokens, sparsity))
     assert batch == {27: 20, 17: 10, 5: 3}[measured]
@@ -111,13 +113,9 @@ def test_the_stated_rmse_is_that_of_the_scoring_transform(key: tuple[str, str, s
 
 
 def test_the_fits_own_rmse_is_larger_where_there_are_several_dense_points(series: Series) -> None:
-    consistent = xia2024.root_mean_square_error(
-        series.points, series.coefficients, xia2024.samples_per_second_as_coded
-    )
+    consistent = xia2024.root_mean_square_error(series.points, series.coefficients, xia2024.samples_per_second_as_coded)
     assert consistent == pytest.approx(published(series, "rmse_consistent_with_fit"), abs=5e-5)
-    relative = xia2024.mean_absolute_relative_error(
-        series.points, series.coefficients, xia2024.samples_per_second_as_coded
-    )
+    relative = xia2024.mean_absolute_relative_error(series.points, series.coefficients, xia2024.samples_per_second_as_coded)
     assert 100 * relative == pytest.approx(published(series, "mape_pct_consistent"), abs=0.005)
     scored = xia2024.root_mean_square_error(series.points, series.coefficients, xia2024.samples_per_second_as_scored)
     has_several_dense = sum(point.sparsity == DENSE for point in series.points) > 1
@@ -129,8 +127,7 @@ def test_the_two_forms_differ_where_it_matters() -> None:
     at_one = [xia2024.samples_per_second_as_coded(1, sparsity, coefficients) for sparsity in (DENSE, SPARSE)]
     assert at_one == [coefficients.c4, coefficients.c4]
     slopes = [
-        xia2024.samples_per_second_as_coded(math.e, sparsity, coefficients) - coefficients.c4
-        for sparsity in (DENSE, SPARSE)
+        xia2024.samples_per_second_as_coded(math.e, sparsity, coefficients) - coefficients.c4 for sparsity in (DENSE, SPARSE)
     ]
     assert slopes == pytest.approx([0.280836 / 1.8, 4 * 0.280836 / 1.8])
     printed = xia2024.samples_per_second_as_printed(4, SPARSE, coefficients)
