@@ -271,7 +271,7 @@ def qwen_runs() -> Iterator[Run]:
         if quantized:
             fields["quantization"] = "gptq-int4"
         if "emb" in row["method_detail"]:
-            fields["lora_modules_to_save"] = ("embed_tokens", "lm_head")
+            fields["lora_modules_to_save"] = ("wte", "lm_head")
         if full:
             fields["deepspeed"] = {"zero_optimization": {"stage": 3}}
         yield make_run(

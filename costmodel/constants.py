@@ -111,7 +111,7 @@ COMPILE_SECONDS: Final = 60.0
 STEP_INTERVAL: Final[dict[str, float]] = {
     "device": 0.14,
     "mixed": 0.18,
-    "host": 0.20,
+    "host": 0.17,
     "moe_device": 0.36,
     "moe_mixed": 0.20,
     "moe_host": 0.25,

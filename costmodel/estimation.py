@@ -26,7 +26,7 @@ from costmodel.lengths import (
 from costmodel.memory import MemoryBreakdown, peak_memory
 from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Lengths, Price, parse_gpu, parse_job
 from costmodel.step_time import StepTime, peak_flops_per_second, step_time
-from costmodel.uncertainty import INTERVAL_LEVEL, memory_interval, step_interval_factor
+from costmodel.uncertainty import INTERVAL_LEVEL, memory_interval, nearest_runs, step_interval_factor
 from costmodel.units import GIB
 from costmodel.workload import Batch, hardware_flops, model_flops, num_trainable_params
 
@@ -156,11 +156,18 @@ def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
     memory = _memory(model, resolved, gpu, lengths, tokens)
     fit = _fit(model, resolved, gpu, lengths, tokens, memory)
     step = step_time(model, resolved, gpu, tokens.expected) if gpu and tokens else None
-    interval = step_interval_factor(resolved, gpu, step) if gpu and step else None
+    evidence: tuple[dict[str, Any], ...] = ()
+    interval = None
+    if gpu and step and tokens and not _on_cpu(gpu):
+        evidence = nearest_runs(model, resolved, gpu, tokens.expected)
+    if gpu and step:
+        interval = step_interval_factor(resolved, gpu, step, distance=evidence[0]["distance"] if evidence else 0.0)
     run = _run(model, resolved, gpu, lengths, tokens, step)
     price = _price(parsed, gpu)
     _warn(warnings, parsed, resolved, model, gpu, lengths, tokens, step, fit, run)
-    return _answer(parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, tuple(warnings))
+    return _answer(
+        parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, evidence, tuple(warnings)
+    )
 
 
 def _tokens_seen(job: ResolvedJob, seen: TokensSeen, planned: BatchTokens | None) -> BatchTokens:
@@ -437,6 +444,7 @@ def _answer(
     interval: float | None,
     run: _Run | None,
     price: Price | None,
+    evidence: tuple[dict[str, Any], ...],
     warnings: tuple[str, ...],
 ) -> Estimate:
     micro_batches = job.gradient_accumulation_steps * job.num_gpus
@@ -513,7 +521,7 @@ def _answer(
         total_usd_low=usd(low),
         total_usd_high=usd(high),
         price=price,
-        evidence=(),
+        evidence=evidence,
         calibration=None,
         warnings=warnings,
     )

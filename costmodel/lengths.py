@@ -6,6 +6,7 @@ A batch is padded to its longest sample, so the work of a step is the expected m
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import math
 from collections import Counter
@@ -28,6 +29,8 @@ MEGABATCH_BATCHES: Final = 50
 # Shape assumed when only a mean and a maximum are given: log-normal with this sigma (coefficient of variation 0.53,
 # between the two instruction sets of arXiv:2408.04693: 0.42 and 0.73), cut at the maximum.
 ASSUMED_LOG_SIGMA: Final = 0.5
+# Of 1,000 samples of the assumed shape, how many have the longest length where the shape does not reach it.
+LONGEST_SAMPLE_COUNT: Final = 0.1
 _MAX_FILE_BYTES: Final = 512 * 2**20
 
 
@@ -98,6 +101,7 @@ def _counts(lengths: Lengths) -> Mapping[int, float]:
     return _log_normal(lengths.mean, lengths.max)
 
 
+@functools.lru_cache(maxsize=64)
 def _log_normal(mean: float, longest: int) -> Mapping[int, float]:
     """1,000 equally likely quantiles of the assumed shape, scaled so that the cut distribution has the given mean."""
     normal = NormalDist()
@@ -110,7 +114,10 @@ def _log_normal(mean: float, longest: int) -> Mapping[int, float]:
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
-    return Counter(max(1, min(longest, round(high * q))) for q in quantiles)
+    counts: dict[int, float] = dict(Counter(max(1, min(longest, round(high * q))) for q in quantiles))
+    # the longest sample is there, however rare: it decides the memory
+    counts.setdefault(longest, LONGEST_SAMPLE_COUNT)
+    return counts
 
 
 def _counts_in_file(path: Path) -> Mapping[int, float]:
@@ -220,7 +227,7 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
         row_mean, row_square, longest = float(job.max_length), float(job.max_length) ** 2, job.max_length
     else:
         longest = padded.longest_tokens
-        grouped = job.train_sampling_strategy == "group_by_length"
+        grouped = job.train_sampling_strategy == "group_by_length" and size > 1
         row_mean, row_square = _grouped_maximum(padded) if grouped else expected_maximum(padded, size)
     real = size * mean
     computed = size * row_mean

@@ -58,8 +58,8 @@ class MeasuredRun:
     is_checkpointed: bool
     gpu: str
     framework: str
-    active_params: float
-    tokens: float  # of a micro-batch, padding included
+    log_active_params: float
+    log_tokens: float  # of a micro-batch, padding included
     measured_seconds: float  # of one optimizer step
     estimated_seconds: float
 
@@ -76,8 +76,8 @@ def measured_runs() -> tuple[MeasuredRun, ...]:
                 row["is_checkpointed"] == "yes",
                 row["gpu"],
                 row["framework"],
-                float(row["active_params"]),
-                float(row["tokens"]),
+                math.log(float(row["active_params"])),
+                math.log(float(row["tokens"])),
                 float(row["measured_seconds"]),
                 float(row["estimated_seconds"]),
             )
@@ -99,11 +99,12 @@ def nearest_runs(
     its source. ``distance``: 1 for a factor of four in active parameters or in tokens, for another kind of method, or for
     another card and stack; 2 between a dense model and a mixture of experts; the root of the sum of squares.
     """
-    kind, size, tokens = job_kind(job), math.log(model.num_active_params), math.log(max(1.0, batch.num_tokens))
+    kind, is_moe = job_kind(job), model.is_moe
+    size, tokens = math.log(model.num_active_params), math.log(max(1.0, batch.num_tokens))
     ranked = []
     for run in measured_runs():
-        squares = ((size - math.log(run.active_params)) ** 2 + (tokens - math.log(run.tokens)) ** 2) / _LOG_FOUR_SQUARED
-        squares += (kind != run.kind) + 4.0 * (model.is_moe != run.is_moe)
+        squares = ((size - run.log_active_params) ** 2 + (tokens - run.log_tokens) ** 2) / _LOG_FOUR_SQUARED
+        squares += (kind != run.kind) + 4.0 * (is_moe != run.is_moe)
         squares += 0.5 * (gpu.name != run.gpu) + 0.5 * (job.framework != run.framework)
         squares += 0.25 * (job.gradient_checkpointing != run.is_checkpointed)
         ranked.append((squares, run.run, run))

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ftcost_callback.callback import FTCostCallback
     from ftcost_callback.trainer_adapter import estimate_trainer
+    from ftcost_callback.trainer_logs import attach
 
-__all__ = ["FTCostCallback", "estimate_trainer"]
+__all__ = ["FTCostCallback", "attach", "estimate_trainer"]
 
 _HOMES = {
     "FTCostCallback": "ftcost_callback.callback",
+    "attach": "ftcost_callback.trainer_logs",
     "estimate_trainer": "ftcost_callback.trainer_adapter",
 }
 

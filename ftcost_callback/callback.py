@@ -7,6 +7,7 @@ No event is fired for an exception, and ``auto_find_batch_size`` begins again wi
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import inspect
@@ -29,6 +30,7 @@ from ftcost_callback.records import PauseKind
 from ftcost_callback.run_file import read_ledger, read_run, run_file_path
 from ftcost_callback.session_plan import Identity, Plan, Settings, new_run_id
 from ftcost_callback.sinks.base import Sink
+from ftcost_callback.sinks.routes import trackers_without_figures
 from ftcost_callback.wandb_guard import open_run_or_offline
 
 _log = logging.getLogger("ftcost_callback")
@@ -162,6 +164,11 @@ class FTCostCallback(TrainerCallback):
         self._train_batch_size: int | None = None
         self._has_begun = False
 
+    @property
+    def sinks(self) -> list[Sink]:
+        """Where reports go, from the next training on."""
+        return self._sinks
+
     @_guarded
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Before on_train_begin, where transformers' own W&B callback comes first.
@@ -178,8 +185,13 @@ class FTCostCallback(TrainerCallback):
 
     @_guarded
     def _begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+        shrunk = (
+            args.auto_find_batch_size
+            and self._train_batch_size is not None
+            and state.train_batch_size != self._train_batch_size
+        )
         before, self._run = self._run, None
-        same_run = before.abandon() if before is not None else None
+        same_run = before.abandon(retried_with=state.train_batch_size if shrunk else None) if before is not None else None
         self._state, self._begun_at_step = state, state.global_step
         model = kwargs["model"]
         owner = _owners.get(model)
@@ -192,10 +204,12 @@ class FTCostCallback(TrainerCallback):
             owner._release()  # left over from a training that was broken off
         _owners[model] = self
         output_dir = self._output_dir if self._output_dir is not None else args.output_dir or "trainer_output"
-        shrunk = args.auto_find_batch_size and state.train_batch_size != self._train_batch_size
         self._train_batch_size = state.train_batch_size
         identity = same_run if same_run is not None and shrunk else self._identity(args, state, output_dir)
         startup_seconds, started_at = (0.0, self._wall_clock()) if identity is same_run else self._startup()
+        if missing := trackers_without_figures(args.report_to, self._sinks):
+            note = f"{', '.join(missing)}: no figures of ours; ftcost_callback.attach(trainer) brings the main ones there"
+            identity = dataclasses.replace(identity, notes=(*identity.notes, note))
         self._run = LiveRun(
             self._settings,
             identity,

@@ -9,8 +9,25 @@ from typing import Any, Final
 
 ON_PLAN_SHARE: Final = 0.1  # within 10 % of the prediction there is nothing to act on
 _WAIT_SHARE: Final = 0.05  # of a step; below it, waiting for data is no cause
-_IDLE_BUSY_FRACTION: Final = 0.7
-_UNEVEN_LOAD: Final = 1.5
+_MIN_CAUSE_SHARE: Final = 0.3  # of the excess; what explains less is not named as its cause
+_TOP_GROUP_SHARE: Final = 0.3  # of the predicted step; below it, no single term stands out
+
+# The answer's groups of a step, in words.
+_GROUP_NAMES: Final = {
+    "attention_linears": "the attention projections",
+    "attention_scores": "attention scores",
+    "mlp": "the MLP products",
+    "experts": "the expert products",
+    "expert_loop": "the Python loop over experts",
+    "router": "the router",
+    "elementwise": "element-wise kernels",
+    "adapters": "the LoRA adapters",
+    "adapter_merge": "merging LoRA into the expert stacks",
+    "head_and_loss": "the head and the loss",
+    "dequantisation": "dequantising the weights",
+    "optimizer": "the optimizer",
+    "host": "Python and kernel launches",
+}
 
 # NVML's clock event reasons (nvml.h): what slowed the clocks, and what to do about it.
 _THROTTLE_CAUSES: Final = (
@@ -36,7 +53,8 @@ class Measured:
     peak_reserved_bytes: int | None = None
     load_max_over_mean: float | None = None  # expert load, mean over layers
     throttle_reasons: int | None = None  # NVML bit mask, OR over the steps
-    busy_fraction: float | None = None
+    busy_fraction: float | None = None  # of the GPU
+    processor_wait_fraction: float | None = None  # of the time, the training thread waited for a processor
     mfu: float | None = None
     dataloader_num_workers: int | None = None
 
@@ -108,37 +126,149 @@ def _verdict(estimate: Mapping[str, Any] | None, measured: Measured, ratios: Map
     return f"step {step:.2f}x the prediction: {cause}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """``seconds`` of a step that it explains, at most; ``text``: what it is and what to do."""
+
+    seconds: float
+    text: str
+
+
 def _cause_of_slowness(estimate: Mapping[str, Any], measured: Measured, ratios: Mapping[str, float]) -> str:
-    """The largest part of the seconds above the prediction, and what to do about it."""
+    """The measured cause that explains most of the seconds above the prediction; without one, the term most likely off."""
     assert measured.step_seconds is not None
     predicted = float(estimate["step_seconds"])
-    wait = (measured.data_wait_seconds or 0.0) if _wait_share(measured) else 0.0
-    more_tokens = max(0.0, ratios.get("num_tokens_per_step", 1.0) - 1.0)
-    by_tokens = more_tokens * predicted  # a step's time is near proportional to its tokens
-    rest = measured.step_seconds - predicted - wait - by_tokens
-    if wait >= max(by_tokens, rest):
-        return f"{_wait_share(measured):.0%} of it is waiting for data; {_loader_advice(measured)}"
-    if by_tokens >= rest:
-        return (
-            f"steps hold {more_tokens:.0%} more tokens than expected; give the data set's real lengths, or expect this cost"
+    excess = measured.step_seconds - predicted
+    causes = [
+        cause
+        for cause in (
+            _data_wait(measured),
+            _more_tokens(predicted, ratios),
+            _busy_machine(measured),
+            _idle_gpu(estimate, measured),
+            _uneven_experts(estimate, measured),
         )
-    for bits, cause in _THROTTLE_CAUSES[:-1]:
-        if (measured.throttle_reasons or 0) & bits:
-            return cause
-    if measured.busy_fraction is not None and measured.busy_fraction < _IDLE_BUSY_FRACTION:
-        return (
-            f"the GPU idles {1 - measured.busy_fraction:.0%} of the time waiting for the host; "
-            "a larger per_device_train_batch_size or torch_compile keeps it busy"
-        )
-    if measured.load_max_over_mean is not None and measured.load_max_over_mean > _UNEVEN_LOAD:
-        return (
-            f"the busiest expert gets {measured.load_max_over_mean:.1f}x the average tokens; "
-            "experts_implementation='grouped_mm' suffers least from that"
-        )
-    power_bits, power_cause = _THROTTLE_CAUSES[-1]
-    if (measured.throttle_reasons or 0) & power_bits:
-        return power_cause
-    return "training itself is slower than modelled; `ftcost calibrate` on this run makes the next estimate closer"
+        if cause is not None and cause.seconds >= _MIN_CAUSE_SHARE * excess
+    ]
+    most = max(causes, key=lambda cause: cause.seconds, default=None)
+    throttled = _throttled(measured)
+    # A throttled GPU slows everything that runs on it, by what nothing else explains.
+    if throttled is not None and (most is None or excess - most.seconds > most.seconds):
+        return throttled
+    if most is not None:
+        return most.text
+    return _least_sure_term(estimate, measured)
+
+
+def _data_wait(measured: Measured) -> _Cause | None:
+    share = _wait_share(measured)
+    if not share or measured.data_wait_seconds is None:
+        return None
+    return _Cause(measured.data_wait_seconds, f"{share:.0%} of it is waiting for data; {_loader_advice(measured)}")
+
+
+def _more_tokens(predicted_seconds: float, ratios: Mapping[str, float]) -> _Cause | None:
+    more = ratios.get("num_tokens_per_step", 1.0) - 1.0
+    if more <= 0:
+        return None
+    return _Cause(  # a step's time is near proportional to its tokens
+        more * predicted_seconds,
+        f"steps hold {more:.0%} more tokens than expected; give the data set's real lengths, or expect this cost",
+    )
+
+
+def _busy_machine(measured: Measured) -> _Cause | None:
+    """Only on the kernel's own count: a thread that could have run and had no processor."""
+    share = measured.processor_wait_fraction
+    if share is None or share < _WAIT_SHARE or measured.step_seconds is None:
+        return None
+    text = (
+        f"the training thread waited {share:.0%} of the time for a processor that others used; "
+        "free the machine or give the job more cores"
+    )
+    return _Cause(share * measured.step_seconds, text)
+
+
+def _idle_gpu(estimate: Mapping[str, Any], measured: Measured) -> _Cause | None:
+    """Seconds that the GPU waited for the host beyond those predicted."""
+    if measured.busy_fraction is None or measured.step_seconds is None:
+        return None
+    idle = (1 - measured.busy_fraction) * measured.step_seconds
+    more = idle - _groups(estimate).get("host", 0.0) - (measured.data_wait_seconds or 0.0)
+    if more <= 0:
+        return None
+    advice = _host_advice(estimate)
+    return _Cause(more, f"the GPU idles {1 - measured.busy_fraction:.0%} of the time waiting for the host; {advice}")
+
+
+def _uneven_experts(estimate: Mapping[str, Any], measured: Measured) -> _Cause | None:
+    """An uneven load costs where experts run one after another, and never more than their share of the step times it."""
+    uneven = measured.load_max_over_mean
+    if uneven is None or _job(estimate, "experts_implementation") != "eager":
+        return None
+    groups = _groups(estimate)
+    experts = groups.get("experts", 0.0) + groups.get("expert_loop", 0.0)
+    return _Cause(
+        (uneven - 1) * experts,
+        f"the busiest expert gets {uneven:.1f}x the average tokens and experts run one after another in Python; "
+        "experts_implementation='grouped_mm' runs them together",
+    )
+
+
+def _throttled(measured: Measured) -> str | None:
+    reasons = measured.throttle_reasons or 0
+    return next((cause for bits, cause in _THROTTLE_CAUSES if reasons & bits), None)
+
+
+def _least_sure_term(estimate: Mapping[str, Any], measured: Measured) -> str:
+    """Nothing measured explains it: which term of the estimate it most likely is."""
+    groups, predicted = _groups(estimate), float(estimate["step_seconds"])
+    high = estimate.get("step_seconds_high")
+    within = ""
+    if high is not None and measured.step_seconds is not None and measured.step_seconds <= float(high):
+        within = f"inside the estimate's own band (up to {float(high) / predicted:.2f}x), "
+    name = max(groups, key=lambda each: groups[each], default=None)
+    share = groups[name] / predicted if name is not None else 0.0
+    calibrate = "`ftcost calibrate` on this run makes the next estimate closer"
+    if not groups:
+        return f"{within}training itself is slower than modelled; {calibrate}"
+    if measured.busy_fraction is not None and name == "host":
+        # The GPU was busy after all, so it is not the host that was underestimated.
+        others = {each: seconds for each, seconds in groups.items() if each != "host"}
+        name = max(others, key=lambda each: others[each], default=None)
+        share = others[name] / predicted if name is not None else 0.0
+    if name is None or share < _TOP_GROUP_SHARE:
+        return f"{within}kernels are slower than modelled, none of them more than another; {calibrate}"
+    advice = _kernel_advice(estimate, name) or calibrate
+    return f"{within}most likely {_GROUP_NAMES.get(name, name)} ({share:.0%} of the predicted step); {advice}"
+
+
+def _kernel_advice(estimate: Mapping[str, Any], group: str) -> str | None:
+    """A setting that is not on yet and lightens ``group``."""
+    if group == "attention_scores" and _job(estimate, "attn_implementation") == "eager":
+        return "attn_implementation='sdpa' keeps the score matrix out of memory"
+    if group == "head_and_loss" and not _job(estimate, "use_liger_kernel") and not _job(estimate, "fused_loss"):
+        return "use_liger_kernel=True fuses the head with the loss"
+    if group == "dequantisation":
+        return "a larger per_device_train_batch_size dequantises less often"
+    if group == "expert_loop" and _job(estimate, "experts_implementation") == "eager":
+        return "experts_implementation='grouped_mm' removes it"
+    return _host_advice(estimate) if group == "host" else None
+
+
+def _host_advice(estimate: Mapping[str, Any]) -> str:
+    larger = "a larger per_device_train_batch_size gives it more work for each launch"
+    return larger if _job(estimate, "torch_compile") else f"{larger}, torch_compile=True fewer launches"
+
+
+def _groups(estimate: Mapping[str, Any]) -> dict[str, float]:
+    groups = (estimate.get("step") or {}).get("by_group_seconds") or {}
+    return {str(name): float(seconds) for name, seconds in groups.items()}
+
+
+def _job(estimate: Mapping[str, Any], name: str) -> Any:
+    """A setting of the predicted job, every default filled in."""
+    return (estimate.get("job") or {}).get(name)
 
 
 def _cause_of_speed(ratios: Mapping[str, float]) -> str:

@@ -8,6 +8,7 @@ checkpointing computes again runs in the backward, when the window is closed.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -101,7 +102,7 @@ class _OpenHook(_RootHook):
 class _CloseHook(_RootHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._window._after()
+        self._window._after(sys.exc_info()[1] if output is None else None)
 
 
 def no_op_reduction() -> tuple[Any, ...]:
@@ -117,11 +118,18 @@ def no_op_hook() -> Any:
 
 
 class ForwardWindow:
-    """``on_open(forward)`` before and ``on_close()`` after each training forward of ``model``; both must not raise."""
+    """``on_open(forward)`` before and ``on_close()`` after each training forward of ``model``; ``on_error(error)`` for
+    one that failed, whose error goes on to whom it belongs. None of them may raise."""
 
-    def __init__(self, on_open: Callable[[TrainingForward], None], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_open: Callable[[TrainingForward], None],
+        on_close: Callable[[], None],
+        on_error: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self._on_open = on_open
         self._on_close = on_close
+        self._on_error = on_error
         self._handles: list[Any] = []
         self.is_open = False
 
@@ -146,8 +154,10 @@ class ForwardWindow:
         self.is_open = True
         self._on_open(TrainingForward(kwargs))
 
-    def _after(self) -> None:
+    def _after(self, error: BaseException | None) -> None:
         if not self.is_open:
             return
         self.is_open = False
+        if error is not None:
+            self._on_error(error)
         self._on_close()

@@ -6,10 +6,12 @@ part that fails is switched off alone.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +29,8 @@ from ftcost_callback.expert_balance import ExpertBalance, expert_balance
 from ftcost_callback.expert_load import ExpertLoadCounter
 from ftcost_callback.forward_window import ForwardWindow, TrainingForward
 from ftcost_callback.gpu_sampler import GpuSampler, GpuUnavailableError, TorchDevice
+from ftcost_callback.host_load import ProcessorWait
+from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory
 from ftcost_callback.peak_memory import PeakMemory
 from ftcost_callback.projection import Projection, ProjectionInput, project
 from ftcost_callback.recorder import StepAggregate, StepRecorder, StepTiming, Totals
@@ -100,7 +104,7 @@ class LiveRun:
         self._output_dir = Path(output_dir)
         self.identity = identity
         self.recorder = StepRecorder(clock, window_steps=settings.window_steps, skip_first_steps=settings.skip_first_steps)
-        self.window = ForwardWindow(self._open_forward, self._close_forward)
+        self.window = ForwardWindow(self._open_forward, self._close_forward, self.failed)
         self.experts: ExpertLoadCounter | None = None
         self.tokens: TokenCounter | None = None
         self.sampler: GpuSampler | None = None
@@ -129,6 +133,7 @@ class LiveRun:
         self._peak_flops_per_second: float | None = None
         self._usd_per_hour: float | None = None
         self._peaks = PeakMemory()
+        self._processor_wait: ProcessorWait | None = None
         self._energy_joules: float | None = identity.earlier_energy_joules
         self._throttle_reasons: int | None = None
         self._gpu = GpuSample()
@@ -140,6 +145,8 @@ class LiveRun:
         self._stopped_at_budget = False
         self._num_sampler_notes = 0
         self._said_no_tokens = False
+        self._forward_shape: tuple[int, int] | None = None  # of the last training forward
+        self._said_out_of_memory = False
 
     # --- the session begins -------------------------------------------------------------------------------------------
 
@@ -155,6 +162,7 @@ class LiveRun:
         self._last_step = self._last_report_step = objects["state"].global_step
         notes = list(self.identity.notes)
         self._find_device(objects["args"])
+        call("peak memory", self._peaks.loading_ends)
         call("token counter", lambda: self._attach_counters(objects["model"], notes))
         call("GPU sampler", lambda: self._start_sampler(notes))
         model_facts = call("model facts", lambda: _trainer_adapter().model_facts(objects["model"]))
@@ -173,6 +181,8 @@ class LiveRun:
             earlier_seconds=earlier.seconds if earlier is not None else None,
             earlier_tokens=_token_totals(earlier) if earlier is not None else None,
             max_steps=self._plan.max_steps,
+            loading_peak_allocated_bytes=self._peaks.loading_allocated_bytes,
+            loading_peak_reserved_bytes=self._peaks.loading_reserved_bytes,
             job=self._job,
             model=model_facts,
             device=device_facts,
@@ -188,6 +198,8 @@ class LiveRun:
         self._flush()
         self._sinks.open(session, self._prediction)
         self._reported_at = self._clock()
+        self._processor_wait = self._boundary.call("processor wait", ProcessorWait)
+        atexit.register(self._interpreter_exits)
         self.pause("other")  # our own preparations
 
     def _find_device(self, args: Any) -> None:
@@ -225,6 +237,7 @@ class LiveRun:
             experts.detach()
 
     def _open_forward(self, forward: TrainingForward) -> None:
+        self._forward_shape = forward.batch_shape
         if self.tokens is not None:
             tokens = self.tokens
             self._boundary.call("token counter", lambda: tokens.open_forward(forward))
@@ -235,6 +248,27 @@ class LiveRun:
     def _close_forward(self) -> None:
         if self.experts is not None:
             self._boundary.call("expert load", self.experts.close_forward)
+
+    def failed(self, error: BaseException | None, *, retried_with: int | None = None) -> None:
+        """Training broke off with ``error``. When memory ran out, the record says why; the error itself goes on."""
+        if self._said_out_of_memory or not (is_out_of_memory(error) or retried_with is not None):
+            return
+        self._said_out_of_memory = True
+
+        def explain() -> None:
+            failure = Failure(
+                global_step=self._last_step + 1,
+                message=str(error) if error is not None else "",
+                batch_shape=self._forward_shape,
+                job=self._job,
+                retried_with=retried_with,
+            )
+            row = explained(failure)
+            self._write(row)
+            self._flush()
+            _log.warning("ftcost: %s", row.verdict)
+
+        self._boundary.call("out of memory", explain)
 
     def _start_sampler(self, notes: list[str]) -> None:
         if not self._is_cuda:
@@ -556,8 +590,12 @@ class LiveRun:
             self._sinks.close(summary)
         self.release()
 
-    def abandon(self) -> Identity:
-        """Training was broken off without an end; the identity of a session that goes on with the same run."""
+    def abandon(self, *, retried_with: int | None = None) -> Identity:
+        """Training was broken off without an end; the identity of a session that goes on with the same run.
+
+        ``retried_with``: the batch that ``auto_find_batch_size`` tries next, since this one did not fit.
+        """
+        self.failed(None, retried_with=retried_with)
         self.wait_for_steps()
         seconds = self.recorder.close()
         self._write(Pause(kind="other", global_step=self._last_step, seconds=seconds))
@@ -572,8 +610,13 @@ class LiveRun:
             crossed_thresholds=self._budget.crossed,
         )
 
+    def _interpreter_exits(self) -> None:
+        """Training never ended in order: look at what ended the program, which was told to no callback."""
+        self.failed(getattr(sys, "last_value", None))
+
     def release(self) -> None:
         """Hooks, thread and file are gone. May be called at any time, more than once."""
+        atexit.unregister(self._interpreter_exits)
         for let_go in (
             self.window.detach,
             self._drop_experts,
@@ -624,6 +667,8 @@ class LiveRun:
             balance=self._balance,
             peak_allocated_bytes=self._peaks.allocated_bytes,
             peak_reserved_bytes=self._peaks.reserved_bytes,
+            loading_peak_allocated_bytes=self._peaks.loading_allocated_bytes,
+            loading_peak_reserved_bytes=self._peaks.loading_reserved_bytes,
             mfu=mfu,
             hfu=hfu,
         )
@@ -637,6 +682,7 @@ class LiveRun:
             standing,
             throttle_reasons=self._throttle_reasons,
             dataloader_num_workers=self._plan.dataloader_num_workers,
+            processor_wait_fraction=self._processor_wait.fraction() if self._processor_wait is not None else None,
         )
 
     def _take_experts(self, extra: dict[str, Any]) -> None:

@@ -67,6 +67,8 @@ class Session(Row):
     earlier_seconds: dict[str, float] | None = None  # bucket -> seconds over earlier sessions
     earlier_tokens: dict[str, int] | None = None  # num_tokens, num_non_padding_tokens, num_supervised_tokens
     max_steps: int | None = None
+    loading_peak_allocated_bytes: int | None = None  # torch's high-water marks before the first step
+    loading_peak_reserved_bytes: int | None = None
     job: dict[str, Any] | None = None
     model: dict[str, Any] | None = None  # num_params, num_active_params, num_trainable_params, class, ...
     device: dict[str, Any] | None = None  # name, uuid, peak_flops_per_second, peak_source, ...
@@ -199,6 +201,25 @@ class Budget(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory(Row):
+    """A training step ran out of device memory. ``term``: what took it; ``would_fit``: settings that fit, each alone."""
+
+    TYPE: ClassVar[str] = "out_of_memory"
+
+    global_step: int  # the step that was being done
+    batch_size: int | None = None  # rows of the micro-batch
+    batch_length: int | None = None  # its padded length in tokens
+    requested_bytes: int | None = None
+    allocated_bytes: int | None = None  # by torch, when it failed
+    capacity_bytes: int | None = None
+    predicted_peak_device_bytes: int | None = None  # of this very batch
+    term: str
+    would_fit: dict[str, int] | None = None
+    retried_with: int | None = None  # auto_find_batch_size went on with this batch
+    verdict: str  # one sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(Row):
     """Totals of the run over all its sessions. The buckets sum to ``wall_seconds``."""
 
@@ -226,7 +247,15 @@ class Summary(Row):
     mfu: float | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    loading_peak_allocated_bytes: int | None = None
+    loading_peak_reserved_bytes: int | None = None
     energy_joules: float | None = None
+    projected_total_seconds: float | None = None  # of the whole run, where a dry run or a budget ended it early
+    projected_total_seconds_low: float | None = None
+    projected_total_seconds_high: float | None = None
+    projected_total_usd: float | None = None
+    projected_total_usd_low: float | None = None
+    projected_total_usd_high: float | None = None
     measured_over_predicted: dict[str, dict[str, float]] | None = None  # basis -> figure -> ratio
     verdict: str | None = None  # one sentence
     status: Literal["finished", "stopped_at_budget", "stopped"] = "finished"
@@ -252,7 +281,7 @@ class TrainerLog:
         }
 
 
-ROW_TYPES: Final = {kind.TYPE: kind for kind in (Session, Step, Pause, ExpertLoad, Budget, Summary)}
+ROW_TYPES: Final = {kind.TYPE: kind for kind in (Session, Step, Pause, ExpertLoad, Budget, OutOfMemory, Summary)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ class Standing:
     balance: ExpertBalance | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    loading_peak_allocated_bytes: int | None = None
+    loading_peak_reserved_bytes: int | None = None
     mfu: float | None = None
     hfu: float | None = None
 
@@ -65,7 +67,11 @@ def mfu_and_hfu(
 
 
 def measured_of(
-    standing: Standing, *, throttle_reasons: int | None = None, dataloader_num_workers: int | None = None
+    standing: Standing,
+    *,
+    throttle_reasons: int | None = None,
+    dataloader_num_workers: int | None = None,
+    processor_wait_fraction: float | None = None,
 ) -> Measured:
     """What :func:`compare` holds against an estimate."""
     steps = standing.steps
@@ -82,6 +88,7 @@ def measured_of(
         load_max_over_mean=standing.balance.load_max_over_mean if standing.balance is not None else None,
         throttle_reasons=throttle_reasons,
         busy_fraction=standing.gpu.busy_fraction,
+        processor_wait_fraction=processor_wait_fraction,
         mfu=standing.mfu,
         dataloader_num_workers=dataloader_num_workers,
     )
@@ -189,6 +196,7 @@ def summary_of(
     totals, steps = standing.totals, standing.steps
     finished = standing.max_steps is not None and standing.global_step >= standing.max_steps
     status: Literal["finished", "stopped"] = "finished" if finished else "stopped"
+    projection = standing.projection
     return Summary(
         global_step=standing.global_step,
         num_sessions=num_sessions,
@@ -212,7 +220,15 @@ def summary_of(
         mfu=standing.mfu,
         peak_allocated_bytes=standing.peak_allocated_bytes,
         peak_reserved_bytes=standing.peak_reserved_bytes,
+        loading_peak_allocated_bytes=standing.loading_peak_allocated_bytes,
+        loading_peak_reserved_bytes=standing.loading_peak_reserved_bytes,
         energy_joules=energy_joules,
+        projected_total_seconds=projection.projected_total_seconds if not finished else None,
+        projected_total_seconds_low=projection.projected_total_seconds_low if not finished else None,
+        projected_total_seconds_high=projection.projected_total_seconds_high if not finished else None,
+        projected_total_usd=projection.projected_usd if not finished else None,
+        projected_total_usd_low=projection.projected_usd_low if not finished else None,
+        projected_total_usd_high=projection.projected_usd_high if not finished else None,
         measured_over_predicted={
             each.basis: _ratios(each.estimate, standing, measured, with_totals=finished) for each in predictions
         }

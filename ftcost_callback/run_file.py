@@ -23,6 +23,7 @@ from ftcost_callback.records import (
     SCHEMA_VERSION,
     Budget,
     ExpertLoad,
+    OutOfMemory,
     Pause,
     Prediction,
     Row,
@@ -179,6 +180,7 @@ class RunRecord:
     pauses: list[Pause] = field(default_factory=list)
     expert_loads: list[ExpertLoad] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)
+    out_of_memory: list[OutOfMemory] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)  # one for each session that ended in order
     totals: Totals = field(default_factory=Totals)  # summed over the rows; what a killed session left is inside
     spent_usd: float | None = None  # at the last row that says
@@ -301,6 +303,7 @@ def _add(record: RunRecord, row: Mapping[str, Any]) -> bool:
             Pause: record.pauses,
             ExpertLoad: record.expert_loads,
             Budget: record.budgets,
+            OutOfMemory: record.out_of_memory,
             Summary: record.summaries,
         }
         row_type: type[Row] | None = ROW_TYPES.get(kind)

@@ -73,7 +73,9 @@ def _settings(wandb: Any) -> Any:
 def _is_set(name: str) -> bool:
     """Whether the user has set this in the environment; private ones have two spellings there."""
     public = name.removeprefix("x_").upper()
-    spellings = (f"WANDB__{public}", f"WANDB_X_{public}") if name.startswith("x_") else (f"WANDB_{public}",)
+    spellings = [f"WANDB__{public}", f"WANDB_X_{public}"] if name.startswith("x_") else [f"WANDB_{public}"]
+    if name == "x_graphql_timeout_seconds":
+        spellings.append("WANDB_HTTP_TIMEOUT")
     return any(os.environ.get(each) for each in spellings)
 
 
@@ -88,7 +90,9 @@ def _never_raise(run: Any, wandb: Any) -> None:
             return
         try:
             log(*arguments, **named)
-        except (OSError, wandb.Error) as error:
+        except (TypeError, ValueError, wandb.errors.UsageError):
+            raise  # the caller's own mistake
+        except Exception as error:
             has_failed = True
             _log.warning(
                 "ftcost: W&B takes no more rows (%s: %s); training goes on, and what was written before is in %s",

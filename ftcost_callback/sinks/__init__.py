@@ -1,4 +1,4 @@
-"""Where reports go: console, memory, Weights & Biases. Any object with the methods of :class:`Sink` will do."""
+"""Where reports go: console, memory, Weights & Biases, trackio. Any object with the methods of :class:`Sink` will do."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ if TYPE_CHECKING:
     from ftcost_callback.sinks.base import FanOut, Sink
     from ftcost_callback.sinks.console import ConsoleSink
     from ftcost_callback.sinks.in_memory import InMemorySink
+    from ftcost_callback.sinks.trackio import TrackioSink
     from ftcost_callback.sinks.wandb import WandbSink
 
-__all__ = ["ConsoleSink", "FanOut", "InMemorySink", "Sink", "WandbSink"]
+__all__ = ["ConsoleSink", "FanOut", "InMemorySink", "Sink", "TrackioSink", "WandbSink"]
 
 _HOMES = {
     "ConsoleSink": "console",
     "FanOut": "base",
     "InMemorySink": "in_memory",
     "Sink": "base",
+    "TrackioSink": "trackio",
     "WandbSink": "wandb",
 }
 

@@ -47,3 +47,33 @@ class InMemorySink:
 
     def close(self, summary: Summary) -> None:
         self.summaries.append(summary)
+
+
+class LatestWindowSink:
+    """Keeps the last report until it is taken: for what is added to the Trainer's own logs."""
+
+    def __init__(self) -> None:
+        self._window: Window | None = None
+
+    def take(self, global_step: int) -> Window | None:
+        """The report of this step, once."""
+        window = self._window
+        if window is None or window.global_step != global_step:
+            return None
+        self._window = None
+        return window
+
+    def open(self, session: Session, prediction: Prediction | None) -> None:
+        self._window = None
+
+    def prediction(self, prediction: Prediction) -> None:
+        """Not a figure of the logs."""
+
+    def log(self, window: Window, extra: Mapping[str, Any]) -> None:
+        self._window = window
+
+    def alert(self, budget: Budget) -> None:
+        """Not a figure of the logs."""
+
+    def close(self, summary: Summary) -> None:
+        """The Trainer logs nothing after it."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from ftcost_callback.records import Budget, ExpertLoad, Prediction, Session, Summary, Window
+from ftcost_callback.records import Budget, ExpertLoad, Prediction, Session, Summary, TrainerLog, Window
 from ftcost_callback.sinks import FanOut, WandbSink
+from ftcost_callback.sinks.tracker_rows import bounded
+from ftcost_callback.sinks.wandb import server_answers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from wandb_files import OFFLINE_ENVIRONMENT, history, merged, records
 
 wandb = pytest.importorskip("wandb")
 
@@ -46,44 +51,12 @@ SUMMARY = Summary(
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "WANDB_ERROR_REPORTING": "false",
-        "WANDB_SILENT": "true",
-        "WANDB_CONSOLE": "off",
-        "WANDB_X_DISABLE_STATS": "true",
-    }.items():
+    for name, value in {**OFFLINE_ENVIRONMENT, "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     yield
     if wandb.run is not None:
         wandb.finish()
     wandb.teardown()  # the client keeps the first environment it saw
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    """Every record of the one run below ``directory``, by wandb-core's own reader."""
-    from wandb.util import get_core_path
-
-    (run_file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    reader = [get_core_path(), "leet", "inspect", "--json", "--no-observability", "--run-file", str(run_file)]
-    output = subprocess.run([*reader, str(run_file.parent)], capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in output.splitlines()]
-
-
-def history(directory: Path) -> list[dict[str, Any]]:
-    """The rows, without wandb's own columns."""
-    rows = [record["history"]["item"] for record in records(directory) if record["type"] == "history"]
-    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
-
-
-def merged(directory: Path, kind: str) -> dict[str, Any]:
-    """What config or summary hold in the end."""
-    values: dict[str, Any] = {}
-    for record in records(directory):
-        if record["type"] == kind:
-            values |= record[kind].get("update", {})
-    return values
 
 
 def test_rows_config_summary_and_alert(tmp_path: Path) -> None:
@@ -106,10 +79,11 @@ def test_rows_config_summary_and_alert(tmp_path: Path) -> None:
     assert merged(tmp_path, "config")["ftcost"] == {
         "run_id": "r1",
         "session_index": 0,
+        "started_at": "2026-08-17T10:00:00Z",
         "device": {"name": "NVIDIA A40", "peak_flops_per_second": 149.7e12},
         "price": {"usd_per_gpu_hour": 0.79},
         "versions": {"torch": "2.13.0"},
-        "job": {"model": "x/y", "lengths": {"values": "(1999 entries)"}},
+        "job": {"model": "x/y", "lengths": {"mean": 1000.0, "max": 1999}},
         "prediction": {"total_usd": 6.65, "step": {"bound_by": "compute"}},
     }
     summary = merged(tmp_path, "summary")
@@ -132,31 +106,47 @@ def test_rows_config_summary_and_alert(tmp_path: Path) -> None:
     ]
 
 
-def test_full_detail_adds_keys_and_a_histogram_for_at_most_16_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("detail", "shown"), [("default", 16), ("full", 64)])
+def test_each_layer_has_a_histogram_of_its_experts_up_to_a_number_of_layers(detail: Any, shown: int, tmp_path: Path) -> None:
     wandb.init(project="ftcost-test")
-    sink = WandbSink(detail="full")
+    sink = WandbSink(detail=detail)
     sink.open(SESSION, None)
-    layers = 48
+    layers = 94
     load = ExpertLoad(
         global_step=2,
         layer_names=[f"model.layers.{layer}.mlp.experts" for layer in range(layers)],
         tokens_per_expert=[[layer + 1, 0, 3 * (layer + 1), 0] for layer in range(layers)],
         num_experts_per_tok=2,
     )
-    sink.log(Window(global_step=2, hfu=0.5, load_cv=1.0), {"expert_load": load})
+    sink.log(Window(global_step=2, mfu=0.25, hfu=0.5, load_cv=1.0), {"expert_load": load})
     sink.log(
-        Window(global_step=4, hfu=0.5),
+        Window(global_step=4, mfu=0.25, hfu=0.5),
         {"expert_load": ExpertLoad(global_step=4, status="not_recorded", reason="hooks did not fire")},
     )
     wandb.finish()
     first, second = history(tmp_path)
-    assert second == {"ftcost/speed/hfu": 0.5, "train/global_step": 4}
+    more = {"ftcost/speed/hfu": 0.5} if detail == "full" else {}
+    assert second == {"ftcost/speed/mfu": 0.25, "train/global_step": 4} | more
     assert first["ftcost/moe/load/layer_00.values"] == [0.25, 0, 0.75, 0]
     assert first["ftcost/moe/load/layer_00.bins"] == [0, 1, 2, 3, 4]
-    assert first["ftcost/moe/load_cv"] == 1.0
-    shown = sorted(key for key in first if key.endswith(".values"))
-    assert len(shown) == 16
-    assert shown[-1] == "ftcost/moe/load/layer_47.values"
+    assert first.get("ftcost/moe/load_cv") == (1.0 if detail == "full" else None)
+    histograms = sorted(key for key in first if key.endswith(".values"))
+    assert len(histograms) == shown
+    assert histograms[-1] == "ftcost/moe/load/layer_93.values"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [
+        ({"values": list(range(1, 2000))}, {"mean": 1000.0, "max": 1999}),
+        ({"histogram": {str(length): 2 for length in range(1, 100)}}, {"mean": 50.0, "max": 99}),
+        ({"histogram": {"79": 4000, "174": 9000}}, {"histogram": {"79": 4000, "174": 9000}}),
+        ({"dataset": "math_14k"}, {"dataset": "math_14k"}),
+        (None, None),
+    ],
+)
+def test_a_jobs_lengths_stay_ones_that_can_be_estimated(lengths: Any, kept: Any) -> None:
+    assert bounded({"job": {"lengths": lengths}}) == {"job": {"lengths": kept} if kept is not None else {}}
 
 
 def test_more_experts_than_a_histogram_holds_are_summed_in_bins(tmp_path: Path) -> None:
@@ -241,57 +231,71 @@ def test_a_dying_client_ends_the_sink_and_not_the_training() -> None:
     ]
 
 
-def test_beside_wandbcallback_every_row_is_kept_at_its_own_step(tmp_path: Path) -> None:
-    from torch.utils.data import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-    class Rows(Dataset):  # type: ignore[type-arg]
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, index: int) -> dict[str, list[int]]:
-            return {"input_ids": [1 + index % 7] * 8, "labels": [1] * 8}
-
-    class Reports(TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.sink = WandbSink()
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.sink.open(SESSION, PREDICTION)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.sink.log(Window(global_step=state.global_step, mfu=state.global_step / 100), {})
-            wandb.log({"user/own": 1.0})  # somebody else who logs without an axis
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.sink.close(SUMMARY)
-
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=16,
-    )  # fmt: skip
-    trainer = Trainer(
-        model=LlamaForCausalLM(config),
-        args=TrainingArguments(
-            output_dir=str(tmp_path / "out"), max_steps=10, per_device_train_batch_size=2, logging_steps=5,
-            eval_strategy="steps", eval_steps=3, save_strategy="no", report_to=["wandb"], use_cpu=True,
-            disable_tqdm=True,
-        ),
-        train_dataset=Rows(),
-        eval_dataset=Rows(),
-        callbacks=[Reports()],
-    )  # fmt: skip
-    trainer.train()
+def test_losses_are_shown_once_more_against_dollars(tmp_path: Path) -> None:
+    """On an axis of their own, which holds against the pattern that WandbCallback gives every key."""
+    wandb.init(project="ftcost-test")
+    wandb.define_metric("train/global_step")
+    wandb.define_metric("*", step_metric="train/global_step", step_sync=True)
+    sink = WandbSink()
+    sink.open(SESSION, None)
+    sink.trainer_logged(TrainerLog(global_step=2, elapsed_seconds=9.0, spent_usd=0.5, values={"loss": 3.0, "epoch": 0.1}))
+    sink.trainer_logged(TrainerLog(global_step=2, elapsed_seconds=9.5, spent_usd=0.6, values={"eval_loss": 3.5}))
+    sink.trainer_logged(TrainerLog(global_step=3, elapsed_seconds=9.9, spent_usd=0.7, values={"loss": float("nan")}))
+    sink.trainer_logged(TrainerLog(global_step=4, elapsed_seconds=9.9, spent_usd=0.7, values={"train_runtime": 1.0}))
     wandb.finish()
-
-    rows = [row for row in history(tmp_path) if "ftcost/speed/mfu" in row]
-    assert [row["train/global_step"] for row in rows] == list(range(1, 11))
-    assert [row["ftcost/speed/mfu"] for row in rows] == pytest.approx([step / 100 for step in range(1, 11)])
-    losses = [row["train/global_step"] for row in history(tmp_path) if "train/loss" in row]
-    assert losses == [5, 10]
+    assert history(tmp_path) == [
+        {"ftcost/by_cost/loss": 3.0, "ftcost/by_cost/spent_usd": 0.5, "train/global_step": 2},
+        {"ftcost/by_cost/eval_loss": 3.5, "ftcost/by_cost/spent_usd": 0.6, "train/global_step": 2},
+    ]
     axes = {
-        record["metric"].get("glob_name"): record["metric"].get("step_metric")
+        record["metric"]["name"]: record["metric"].get("step_metric")
         for record in records(tmp_path)
-        if record["type"] == "metric" and record["metric"].get("glob_name")
+        if record["type"] == "metric" and record["metric"].get("name")
     }
-    assert axes == {"*": "train/global_step", "ftcost/*": "train/global_step"}
+    assert axes["ftcost/by_cost/loss"] == axes["ftcost/by_cost/eval_loss"] == "ftcost/by_cost/spent_usd"
+
+
+def test_without_a_price_losses_stand_against_hours(tmp_path: Path) -> None:
+    wandb.init(project="ftcost-test")
+    sink = WandbSink()
+    sink.open(SESSION, None)
+    sink.trainer_logged(TrainerLog(global_step=2, elapsed_seconds=1800.0, values={"loss": 3.0}))
+    wandb.finish()
+    assert history(tmp_path) == [{"ftcost/by_cost/loss": 3.0, "ftcost/by_cost/elapsed_hours": 0.5, "train/global_step": 2}]
+
+
+class OnlineRun:
+    """Just enough of an online run to be alerted."""
+
+    offline = False
+
+    def __init__(self) -> None:
+        self.alerts: list[str] = []
+        self.settings = type("Settings", (), {"base_url": "http://server.example"})
+        self.config = self.summary = {}
+        self.define_metric = self.log = lambda *arguments, **named: None
+
+    def alert(self, *, title: str, text: str, level: str) -> None:
+        self.alerts.append(title)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_alert_is_given_only_to_a_server_that_answers(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = OnlineRun()
+    monkeypatch.setattr(wandb, "run", run)
+    asked: list[str] = []
+    sink = WandbSink(is_reachable=lambda url: bool(asked.append(url)) or is_there)
+    sink.open(SESSION, None)
+    sink.alert(Budget(threshold="80 %", kind="usd", limit=1.0, spent=0.85, global_step=4, action="warned"))
+    sink.close(SUMMARY)
+    monkeypatch.setattr(wandb, "run", None)
+    assert asked == ["http://server.example"]
+    assert run.alerts == (["ftcost: budget, 80 %"] if is_there else [])
+    assert sum("W&B does not answer" in message for message in caplog.messages) == (not is_there)
+
+
+def test_nobody_listens_there() -> None:
+    assert server_answers("http://127.0.0.1:9") is False
+    assert server_answers("nonsense") is False

@@ -116,3 +116,11 @@ def test_lengths_files_in_three_forms_agree(tmp_path) -> None:
         (tmp_path / name).write_text(content)
         found.append(distribution(Lengths(file=str(tmp_path / name)), 1024))
     assert found[0] == found[1] == found[2]
+
+
+def test_the_longest_sample_that_is_named_with_a_mean_decides_the_longest_batch() -> None:
+    """The assumed shape ends far below 1,304 for a mean of 130; the sample of that length still comes."""
+    dist = distribution(Lengths(mean=130, max=1304), 2048)
+    assert dist.longest_tokens == 1304
+    assert dist.shares[-1] < 2e-4
+    assert dist.mean_tokens == pytest.approx(130, rel=0.01)

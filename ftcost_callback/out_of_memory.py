@@ -1,0 +1,166 @@
+"""When a training step runs out of memory: which term was over, and what would have fitted. Pure, but for the question
+to the estimate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from costmodel.errors import CostModelError
+from costmodel.units import GIB
+from ftcost_callback.records import OutOfMemory
+
+_UNITS: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_AMOUNT: Final = r"([\d.]+) (bytes|[KMGT]iB)"
+
+# torch's message, c10/cuda/CUDACachingAllocator.cpp.
+_MESSAGE_PARTS: Final = {
+    "requested_bytes": re.compile(rf"Tried to allocate {_AMOUNT}"),
+    "capacity_bytes": re.compile(rf"total capacity of {_AMOUNT}"),
+    "free_bytes": re.compile(rf"of which {_AMOUNT} is free"),
+    "process_bytes": re.compile(rf"this process has {_AMOUNT} memory in use"),
+    "allocated_bytes": re.compile(rf"allocated memory {_AMOUNT} is allocated by PyTorch"),
+    "unallocated_bytes": re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated"),
+}
+
+_NOTICEABLE_SHARE: Final = 0.05  # of the card: what is less explains no failure
+_TERMS: Final = {
+    "weights": "weights_bytes",
+    "adapters": "adapters_bytes",
+    "gradients": "gradients_bytes",
+    "optimizer states": "optimizer_bytes",
+    "activations": "activations_bytes",
+    "logits": "logits_bytes",
+    "temporary buffers": "temporary_bytes",
+}
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """torch's own class, or the text by which accelerate knows it."""
+    if error is None:
+        return False
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    )
+
+
+def parsed_message(text: str) -> dict[str, int]:
+    """Bytes that torch's message names; what it does not say is absent."""
+    found = {name: pattern.search(text) for name, pattern in _MESSAGE_PARTS.items()}
+    return {name: round(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What is known about the step that failed."""
+
+    global_step: int  # the one that was being done
+    message: str = ""
+    batch_shape: tuple[int, int] | None = None  # (rows, padded length) of its micro-batch
+    job: Mapping[str, Any] | None = None
+    retried_with: int | None = None  # auto_find_batch_size went on with this batch
+
+
+def explained(failure: Failure) -> OutOfMemory:
+    """The record of a failure. Asks the estimate about the batch that failed; without a job, the message alone speaks."""
+    said = parsed_message(failure.message)
+    answer = _answer(failure)
+    memory = (answer or {}).get("memory") or {}
+    capacity = said.get("capacity_bytes") or memory.get("capacity_bytes")
+    term, why = _term_over(said, memory, capacity)
+    fits = _would_fit(failure, answer)
+    rows, length = failure.batch_shape if failure.batch_shape is not None else (None, None)
+    batch = f" with {rows} x {length} tokens" if rows is not None else ""
+    verdict = f"out of memory at step {failure.global_step}{batch}: {why}; {_way_out(failure, fits, term)}"
+    return OutOfMemory(
+        global_step=failure.global_step,
+        batch_size=rows,
+        batch_length=length,
+        requested_bytes=said.get("requested_bytes"),
+        allocated_bytes=said.get("allocated_bytes"),
+        capacity_bytes=capacity,
+        predicted_peak_device_bytes=memory.get("peak_device_bytes"),
+        term=term,
+        would_fit=fits or None,
+        retried_with=failure.retried_with,
+        verdict=verdict,
+    )
+
+
+def _answer(failure: Failure) -> dict[str, Any] | None:
+    """The estimate of the job on batches like the one that failed."""
+    from costmodel.estimation import estimate
+
+    if failure.job is None:
+        return None
+    job = dict(failure.job)
+    if failure.batch_shape is not None and not (job.get("packing") or job.get("padding_free")):
+        rows, length = failure.batch_shape
+        job |= {"per_device_train_batch_size": rows, "max_length": length, "lengths": {"fixed": length}}
+    try:
+        return estimate(job).to_dict()
+    except CostModelError:
+        return None
+
+
+def _term_over(said: Mapping[str, int], memory: Mapping[str, Any], capacity: int | None) -> tuple[str, str]:
+    """(name, sentence) of what took the memory."""
+    if capacity is not None and {"free_bytes", "process_bytes"} <= said.keys():
+        others = capacity - said["free_bytes"] - said["process_bytes"]
+        if others > _NOTICEABLE_SHARE * capacity:
+            return "other processes", f"other processes hold {_gib(others)} of the GPU's {_gib(capacity)}"
+    unallocated, requested = said.get("unallocated_bytes", 0), said.get("requested_bytes", 0)
+    if capacity is not None and unallocated > max(requested, _NOTICEABLE_SHARE * capacity):
+        return "fragmentation", f"{_gib(unallocated)} are reserved in pieces too small for the {_gib(requested)} asked for"
+    needed = memory.get("peak_device_bytes")
+    if needed is None:
+        return "unknown", "there is no estimate of this job's memory"
+    largest = max(_TERMS, key=lambda term: memory.get(_TERMS[term]) or 0)
+    share = f"{largest} are the largest part ({_gib(memory[_TERMS[largest]])})"
+    if capacity is None:
+        return largest, f"it needs {_gib(needed)} by the estimate, and {share}"
+    if needed > capacity:
+        return largest, f"it needs {_gib(needed)} of {_gib(capacity)} by the estimate, and {share}"
+    allocated = said.get("allocated_bytes")
+    held = f"; {_gib(allocated)} were allocated" if allocated is not None else ""
+    return "not modelled", f"it needs {_gib(needed)} of {_gib(capacity)} by the estimate, which is too low here{held}"
+
+
+def _would_fit(failure: Failure, answer: Mapping[str, Any] | None) -> dict[str, int]:
+    """Settings that fit by the estimate, each on its own, where they are smaller than what failed."""
+    if answer is None:
+        return {}
+    job = answer.get("job") or {}
+    fits = {}
+    for name, most in (
+        ("per_device_train_batch_size", answer.get("max_batch_size")),
+        ("max_length", answer.get("max_length_that_fits")),
+    ):
+        now = job.get(name)
+        if most is not None and now is not None and 1 <= most < now:
+            fits[name] = int(most)
+    return fits
+
+
+def _way_out(failure: Failure, fits: Mapping[str, int], term: str) -> str:
+    if failure.retried_with is not None:
+        return f"going on with a batch of {failure.retried_with}"
+    if term == "other processes":
+        return "end them, or take another GPU"
+    if term == "fragmentation":
+        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets them grow together"
+    if fits:
+        return " or ".join(f"{name}={value}" for name, value in fits.items()) + " would have fitted"
+    job = failure.job or {}
+    if not job.get("gradient_checkpointing"):
+        return "gradient_checkpointing=True keeps fewer activations"
+    rows = failure.batch_shape[0] if failure.batch_shape is not None else job.get("per_device_train_batch_size") or 1
+    if rows > 1:
+        return f"try per_device_train_batch_size={rows // 2} with twice the gradient_accumulation_steps"
+    return "a quantised base, shorter sequences or a larger GPU is needed"
+
+
+def _gib(amount: float) -> str:
+    return f"{amount / GIB:.1f} GiB"
