@@ -112,6 +112,7 @@ _HELP: Final[dict[str, str]] = {
     "save_only_model": "Leave optimizer states out of checkpoints.",
     "framework": "Decides defaults and kernels.",
     "framework_version": "For example 4.40 or 5.24.",
+    "calibration": "A file of ftcost calibrate, or auto: your own for this GPU and stack.",
     "usd_per_gpu_hour": "What you pay for one GPU for one hour.",
     "cloud": "Take the dated price of this cloud (see: ftcost prices).",
     "tier": "Kind of price.",

@@ -7,6 +7,7 @@ Field names are those of ``TrainingArguments``, TRL's ``SFTConfig`` / ``ModelCon
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -248,6 +249,9 @@ class Job(Record):
     framework: Framework | None = None
     framework_version: str | None = None
 
+    # what was measured before: a file of `ftcost calibrate`, its content, or "auto" (the user's own that match)
+    calibration: str | dict[str, Any] | None = None
+
     # money
     usd_per_gpu_hour: float | None = None
     cloud: str | None = None
@@ -282,6 +286,11 @@ class Job(Record):
     @classmethod
     def _long_dtype_name(cls, value: Any) -> Any:
         return _DTYPE_ALIASES.get(str(value), value) if value is not None else None
+
+    @field_validator("calibration", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("optim")
     @classmethod

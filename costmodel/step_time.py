@@ -29,6 +29,8 @@ from costmodel.workload import (
 )
 
 _PASSES = ("forward", "recompute", "backward")
+# Device work of a step that stays the same however few tokens it has.
+_FIXED_GROUPS = frozenset({"optimizer", "dequantisation", "adapter_merge"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,16 @@ class StepTime:
 
 @dataclass(slots=True)
 class _Sums:
-    """Device seconds by pass and group, of one micro-batch."""
+    """Device seconds by pass and group, of one micro-batch, times the factors of a calibration."""
 
+    device_factor: float = 1.0
+    host_factor: float = 1.0
     by_pass: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*_PASSES, "optimizer"), 0.0))
     by_group: dict[str, float] = field(default_factory=dict)
     memory_bound: float = 0.0
 
     def add(self, which: str, group: str, seconds: float, *, memory_bound: bool = False) -> None:
+        seconds *= self.host_factor if group in _FIXED_GROUPS else self.device_factor
         self.by_pass[which] += seconds
         self.by_group[group] = self.by_group.get(group, 0.0) + seconds
         if memory_bound:
@@ -107,11 +112,17 @@ def step_time(
     *,
     micro_batches: float | None = None,
     max_load_over_mean: float = 1.0,
+    device_factor: float = 1.0,
+    host_factor: float = 1.0,
 ) -> StepTime | None:
     """Seconds of one optimizer step of ``micro_batches`` (default: the accumulation steps) batches like ``batch``.
 
     ``None`` when the device's rate for the compute type is not known. ``max_load_over_mean`` is how much the busiest expert
     exceeds the mean, which costs where experts run one after another in tiles.
+
+    The factors of a :class:`costmodel.calibration.Calibration`: ``device_factor`` is on the device time that grows with the
+    tokens, ``host_factor`` on what a step takes however few they are (dispatch, expert loops, and the device's optimizer,
+    dequantisation and adapter merges). Equal factors scale the step.
     """
     dtype = compute_dtype(job)
     ceiling = matmul_ceiling(gpu, dtype)
@@ -120,18 +131,20 @@ def step_time(
     accumulation = micro_batches if micro_batches is not None else float(job.gradient_accumulation_steps)
     is_cpu = gpu.vendor == "CPU"
     rate = ceiling * (1.0 if is_cpu else c.GEMM_EFFICIENCY)
-    sums = _device_seconds(model, job, gpu, batch, rate, accumulation, is_cpu)
+    sums = _Sums(device_factor=device_factor, host_factor=host_factor)
+    _add_device_seconds(sums, model, job, gpu, batch, rate, accumulation, is_cpu)
 
-    per_operator = gpu.seconds_per_operator or c.SECONDS_PER_OPERATOR
-    host_factor = _host_factor(job)
+    per_operator = (gpu.seconds_per_operator or c.SECONDS_PER_OPERATOR) * host_factor
+    stack_factor = _stack_factor(job)
     counted = operators(model, job, batch)
     host_by_pass = {
-        "forward": counted.forward * per_operator * host_factor,
-        "recompute": counted.recompute * per_operator * host_factor,
-        "backward": counted.backward * per_operator * host_factor,
+        "forward": counted.forward * per_operator * stack_factor,
+        "recompute": counted.recompute * per_operator * stack_factor,
+        "backward": counted.backward * per_operator * stack_factor,
         "optimizer": counted.optimizer * per_operator / accumulation,
     }
-    loop_seconds = counted.expert_visits * _seconds_per_expert_visit(model) + counted.expert_operators * per_operator
+    visit_seconds = _seconds_per_expert_visit(model) * host_factor
+    loop_seconds = counted.expert_visits * visit_seconds + counted.expert_operators * per_operator
     if is_cpu:
         loop_seconds = counted.expert_operators * per_operator
     expert_calls = 0.0
@@ -187,7 +200,7 @@ def _seconds_per_expert_visit(model: ModelSpec) -> float:
     return c.SECONDS_PER_EXPERT_VISIT.get(model.family, c.SECONDS_PER_EXPERT_VISIT["transformers"])
 
 
-def _host_factor(job: ResolvedJob) -> float:
+def _stack_factor(job: ResolvedJob) -> float:
     factor = c.HOST_FACTOR.get(job.framework, 1.0)
     return factor * (c.COMPILED_HOST_SHARE if job.torch_compile else 1.0)
 
@@ -210,10 +223,16 @@ def _bound_by(sums: _Sums, device: float, host: float, loop: float, is_cpu: bool
     return max(candidates, key=lambda name: candidates[name])
 
 
-def _device_seconds(
-    model: ModelSpec, job: ResolvedJob, gpu: GpuSpec, batch: Batch, rate: float, accumulation: float, is_cpu: bool
-) -> _Sums:
-    sums = _Sums()
+def _add_device_seconds(
+    sums: _Sums,
+    model: ModelSpec,
+    job: ResolvedJob,
+    gpu: GpuSpec,
+    batch: Batch,
+    rate: float,
+    accumulation: float,
+    is_cpu: bool,
+) -> None:
     bandwidth = gpu.memory_bandwidth_bytes_per_second * (1.0 if is_cpu else c.BANDWIDTH_EFFICIENCY)
     device = _Device(sums, rate, bandwidth, 0.0 if is_cpu else c.GEMM_HALF_ROWS, BYTES_PER_ELEMENT[compute_dtype(job)])
     cache = None if is_cpu else (gpu.l2_cache_bytes or 0)
@@ -238,7 +257,6 @@ def _device_seconds(
     moves = c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED
     seconds = trained * moves[trained_bytes == 4] / bandwidth / accumulation
     sums.add("optimizer", "optimizer", seconds, memory_bound=True)
-    return sums
 
 
 @dataclass(slots=True)

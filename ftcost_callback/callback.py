@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from costmodel.errors import CostModelError
 from costmodel.specs import GpuSpec, Price, parse_gpu
 from ftcost_callback.boundary import Boundary
+from ftcost_callback.dry_run import put_longest_first
 from ftcost_callback.live_run import LiveRun
 from ftcost_callback.records import PauseKind
 from ftcost_callback.run_file import read_ledger, read_run, run_file_path
@@ -72,7 +73,8 @@ class FTCostCallback(TrainerCallback):
     ``stop_at_budget``: save and stop at 100 %. ``billing_started_at``: when the machine's bill began (ISO 8601, epoch
     seconds or ``datetime``; also ``FTCOST_BILLING_STARTED_AT``); default: the start of this process.
     ``window_steps``: steps that count as recent. ``skip_first_steps``: steps of each session left out of rates.
-    ``dry_run_steps``: stop after so many steps. ``profile_steps``: measure forward-backward and optimizer apart in the
+    ``dry_run_steps``: train so many steps (20, say) with the longest batch first, print peak memory and the whole run's
+    projected total, and stop. ``profile_steps``: measure forward-backward and optimizer apart in the
     first so many steps, which waits for the device there. ``wandb_every``: "log" or "step". ``gpu``: a catalogue name, or a
     described device (what ``probe_cpu()`` returns, say), in place of what is recognised. ``output_dir``: where
     ``_ftcost/run.jsonl`` goes, if not the Trainer's. ``wandb_guard``: open the W&B run ourselves, offline if its server
@@ -141,6 +143,7 @@ class FTCostCallback(TrainerCallback):
             skip_first_steps=skip_first_steps,
             predict=predict,
             calibration=calibration,
+            dry_run_steps=dry_run_steps,
             profile_steps=profile_steps,
             sample_period_seconds=sample_period_seconds,
             expert_load=expert_load,
@@ -148,7 +151,6 @@ class FTCostCallback(TrainerCallback):
             peak_flops_per_second=peak_flops_per_second,
             gpu=_given_gpu(gpu),
         )
-        self._dry_run_steps = dry_run_steps
         self._billing_started_at = _epoch_seconds(
             billing_started_at if billing_started_at is not None else os.environ.get(BILLING_VARIABLE) or None
         )
@@ -198,6 +200,9 @@ class FTCostCallback(TrainerCallback):
         if owner is not None and owner is not self and owner._state is state:
             _log.warning("ftcost: there are two FTCostCallbacks in this training; this one does nothing")
             return
+        order_note = None
+        if self._settings.dry_run_steps is not None:  # on every process, so that their batches belong together
+            order_note = self._order_batches(args, state, kwargs.get("train_dataloader"))
         if not state.is_world_process_zero:
             return
         if owner is not None and owner is not self:
@@ -218,6 +223,7 @@ class FTCostCallback(TrainerCallback):
             sinks=self._sinks,
             output_dir=output_dir,
             clock=self._clock,
+            order_note=order_note,
         )
         loader = kwargs.get("train_dataloader")
         objects = {
@@ -232,6 +238,18 @@ class FTCostCallback(TrainerCallback):
             "gpu": self._settings.gpu,
         }
         self._run.begin(objects, startup_seconds=startup_seconds, started_at=started_at)
+
+    def _order_batches(self, args: Any, state: Any, loader: Any) -> str | None:
+        try:
+            return put_longest_first(
+                loader,
+                accumulation=args.gradient_accumulation_steps,
+                num_processes=args.world_size,
+                resumes=state.global_step > 0,
+            )
+        except Exception as error:
+            self._boundary.failed("order of the dry run", error)
+            return "the batches come in their usual order"
 
     @_guarded
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -286,6 +304,7 @@ class FTCostCallback(TrainerCallback):
                 earlier_energy_joules=ledger.energy_joules,
                 furthest_step=ledger.global_step,
                 crossed_thresholds=ledger.crossed_thresholds,
+                earlier_pace=ledger.pace,
             )
             return _with_unsaved_tail(identity, run_file_path(output_dir))
         note = (
@@ -320,7 +339,8 @@ class FTCostCallback(TrainerCallback):
     @_guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Every process counts the same steps, so a dry run stops them all at one.
-        if self._dry_run_steps is not None and state.global_step - self._begun_at_step >= self._dry_run_steps:
+        dry_run_steps = self._settings.dry_run_steps
+        if dry_run_steps is not None and state.global_step - self._begun_at_step >= dry_run_steps:
             control.should_training_stop = True
         if self._run is None:
             return
@@ -406,6 +426,7 @@ def _with_unsaved_tail(identity: Identity, run_file: Path) -> Identity:
         earlier_energy_joules=identity.earlier_energy_joules,
         furthest_step=max(identity.furthest_step, record.last_step),
         crossed_thresholds=identity.crossed_thresholds,
+        earlier_pace=identity.earlier_pace,
     )
 
 

@@ -57,6 +57,20 @@ def report_command(
     return FITS
 
 
+@app.command("wandb-workspace")
+def wandb_workspace_command(
+    project: Annotated[str, typer.Argument(metavar="ENTITY/PROJECT", help="Where the runs are.")],
+) -> int:
+    """Save a W&B workspace with the figures of FTCostCallback: cost, throughput, time, GPU, experts (extra workspace).
+
+    Some of its charts need FTCostCallback(detail="full").
+    """
+    from ftcost_callback.wandb_workspace import save_workspace
+
+    print(save_workspace(project))
+    return FITS
+
+
 # `calibrate` is added here, with @app.command("calibrate"); it can read W&B runs with wandb_reader.read_wandb_run.
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 MAX_ROWS: Final = 20_000
+MAX_ROWS_FOR_ORDER: Final = 200_000
 _ROWS_AT_ONCE: Final = 1_000
 _IGNORED_LABEL: Final = -100
 
@@ -40,9 +41,36 @@ def dataset_lengths(dataset: Any, *, max_rows: int = MAX_ROWS) -> DatasetLengths
     """
     if isinstance(dataset, (list, tuple)):
         return _from_list(dataset, max_rows)
-    if type(dataset).__module__.startswith("datasets.") and type(dataset).__name__ == "Dataset":
-        return _from_arrow(dataset, max_rows)
-    return None
+    return _from_arrow(dataset, max_rows) if _is_plain_arrow(dataset) else None
+
+
+def _is_plain_arrow(dataset: Any) -> bool:
+    """A ``datasets.Dataset`` with token ids that no transform of the user's makes on the fly."""
+    is_arrow = type(dataset).__module__.startswith("datasets.") and type(dataset).__name__ == "Dataset"
+    return is_arrow and "input_ids" in dataset.column_names and dataset.format["type"] != "custom"
+
+
+def row_lengths(dataset: Any, *, max_rows: int = MAX_ROWS_FOR_ORDER) -> dict[int, int] | None:
+    """Row -> its tokens, of at most ``max_rows`` evenly spaced rows; a packed row counts whole. ``None`` as above."""
+    if isinstance(dataset, (list, tuple)):
+        chosen = _evenly_spaced(len(dataset), max_rows)
+        if not all(isinstance(dataset[row], Mapping) for row in chosen):
+            return None
+        if not all(hasattr(dataset[row].get("input_ids"), "__len__") for row in chosen):
+            return None
+        return {row: len(dataset[row]["input_ids"]) for row in chosen}
+    if not _is_plain_arrow(dataset):
+        return None
+    from pyarrow import compute  # type: ignore[import-untyped]
+
+    chosen = _evenly_spaced(len(dataset), max_rows)
+    plain = dataset.with_format("arrow").select_columns(["input_ids"])
+    lengths: dict[int, int] = {}
+    for start in range(0, len(chosen), _ROWS_AT_ONCE):
+        rows = chosen[start : start + _ROWS_AT_ONCE]
+        counts = compute.list_value_length(plain[rows].column("input_ids")).to_pylist()
+        lengths.update(zip(rows, (count or 0 for count in counts), strict=True))
+    return lengths
 
 
 def num_rows(dataset: Any) -> int | None:
@@ -80,11 +108,9 @@ def _from_list(rows: Sequence[Any], max_rows: int) -> DatasetLengths | None:
 
 
 def _from_arrow(dataset: Any, max_rows: int) -> DatasetLengths | None:
-    from pyarrow import compute  # type: ignore[import-untyped]
+    from pyarrow import compute
 
     columns = dataset.column_names
-    if "input_ids" not in columns or dataset.format["type"] == "custom":
-        return None
     length_column = "seq_lengths" if "seq_lengths" in columns else "input_ids"
     # Labels, or TRL's masks before its collator makes labels of them.
     label_column = next((name for name in ("labels", "completion_mask", "assistant_masks") if name in columns), None)

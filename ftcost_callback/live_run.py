@@ -25,15 +25,17 @@ from costmodel.units import SECONDS_PER_HOUR
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.budget import BudgetWatch
 from ftcost_callback.comparison import Comparison, Measured, compare
+from ftcost_callback.dry_run import LONGEST_STEPS, dry_run_lines, say
 from ftcost_callback.expert_balance import ExpertBalance, expert_balance
 from ftcost_callback.expert_load import ExpertLoadCounter
 from ftcost_callback.forward_window import ForwardWindow, TrainingForward
 from ftcost_callback.gpu_sampler import GpuSampler, GpuUnavailableError, TorchDevice
 from ftcost_callback.host_load import ProcessorWait
+from ftcost_callback.live_flops import ATTENTION_CONVENTION, FlopsCounter
 from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory
 from ftcost_callback.peak_memory import PeakMemory
 from ftcost_callback.projection import Projection, ProjectionInput, project
-from ftcost_callback.recorder import StepAggregate, StepRecorder, StepTiming, Totals
+from ftcost_callback.recorder import Pace, StepAggregate, StepRecorder, StepTiming, Totals
 from ftcost_callback.records import (
     GpuSample,
     Pause,
@@ -67,6 +69,7 @@ _log = logging.getLogger("ftcost_callback")
 FLUSH_SECONDS: Final = 1.0  # a kill loses no more of the record than this
 REPORT_SECONDS: Final = 10.0  # a report at least this often, also between logging steps
 STEPS_BEFORE_SECOND_PREDICTION: Final = 20
+MIN_STEPS_FOR_PACE: Final = 5
 _SCHEDULED_PAUSES: Final[tuple[PauseKind, ...]] = ("eval", "save", "log")
 
 
@@ -96,14 +99,20 @@ class LiveRun:
         sinks: Iterable[Sink],
         output_dir: str | os.PathLike[str],
         clock: Callable[[], float] = time.monotonic,
+        order_note: str | None = None,
     ) -> None:
+        """``order_note``: why the longest batch does not come first in a dry run."""
+        self._order_note = order_note
         self._settings = settings
         self._plan = plan
         self._boundary = boundary
         self._clock = clock
         self._output_dir = Path(output_dir)
         self.identity = identity
-        self.recorder = StepRecorder(clock, window_steps=settings.window_steps, skip_first_steps=settings.skip_first_steps)
+        skipped = settings.skip_first_steps
+        if settings.dry_run_steps is not None and order_note is None:
+            skipped = max(skipped, LONGEST_STEPS)  # they are not what steps usually are
+        self.recorder = StepRecorder(clock, window_steps=settings.window_steps, skip_first_steps=skipped)
         self.window = ForwardWindow(self._open_forward, self._close_forward, self.failed)
         self.experts: ExpertLoadCounter | None = None
         self.tokens: TokenCounter | None = None
@@ -131,7 +140,10 @@ class LiveRun:
         self._job: dict[str, Any] | None = None
         self._expected_tokens_per_step: float | None = None
         self._peak_flops_per_second: float | None = None
+        self._flops: FlopsCounter | None = None
+        self._said_mfu_above_1 = False
         self._usd_per_hour: float | None = None
+        self._machine: str | None = None
         self._peaks = PeakMemory()
         self._processor_wait: ProcessorWait | None = None
         self._energy_joules: float | None = identity.earlier_energy_joules
@@ -167,7 +179,8 @@ class LiveRun:
         call("GPU sampler", lambda: self._start_sampler(notes))
         model_facts = call("model facts", lambda: _trainer_adapter().model_facts(objects["model"]))
         self._job = call("job", lambda: self._read_job(objects, notes))
-        device_facts = call("device facts", self._device_facts)
+        device_facts = call("device facts", lambda: self._device_facts(notes))
+        self._flops = call("FLOPs", self._flops_counter)
         if self._settings.predict and self._job is not None:
             self._first_prediction = self._prediction = call("prediction", lambda: self._predict("before", notes))
         price = call("price", lambda: self._resolve_price(notes))
@@ -286,7 +299,15 @@ class LiveRun:
         self.sampler = sampler
         self._boundary.on_failure("GPU sampler", sampler.close)
 
-    def _device_facts(self) -> dict[str, Any]:
+    def _flops_counter(self) -> FlopsCounter | None:
+        if self._job is None or self._peak_flops_per_second is None:
+            return None
+        try:
+            return FlopsCounter(self._job)
+        except CostModelError:
+            return None  # said already, by the prediction
+
+    def _device_facts(self, notes: list[str]) -> dict[str, Any]:
         dtype = None
         if self._job is not None:  # the type its matrix products run in decides the peak
             autocast = "bfloat16" if self._job.get("bf16") else "float16" if self._job.get("fp16") else None
@@ -295,6 +316,12 @@ class LiveRun:
         if self._settings.peak_flops_per_second is not None:
             facts |= {"peak_flops_per_second": self._settings.peak_flops_per_second, "peak_source": "given"}
         self._peak_flops_per_second = facts.get("peak_flops_per_second")
+        if self._peak_flops_per_second is not None:
+            facts["attention_convention"] = ATTENTION_CONVENTION
+        elif self._is_cuda:
+            name = facts.get("name", "this device")
+            notes.append(f"no MFU: the peak of {name} is not known; give it as peak_flops_per_second= or gpu=")
+        self._machine = f"{self._plan.num_devices} x {facts.get('name', facts['kind'])}"
         return facts
 
     def _read_job(self, objects: Mapping[str, Any], notes: list[str]) -> dict[str, Any] | None:
@@ -572,7 +599,22 @@ class LiveRun:
             spent_usd=self._spent_usd(totals.wall_seconds),
             energy_joules=self._energy_joules,
             crossed_thresholds=self._budget.crossed,
+            pace=self._pace(),
         )
+
+    def _pace(self) -> Pace | None:
+        """Of this session, or of the one before while this one has measured next to nothing."""
+        if self._machine is None:
+            return None
+        seconds = self.recorder.recent_step_seconds
+        if len(seconds) < MIN_STEPS_FOR_PACE:
+            return self.identity.earlier_pace
+        return Pace(machine=self._machine, step_seconds=seconds, num_tokens=self.recorder.recent_num_tokens)
+
+    def _earlier_pace(self) -> Pace | None:
+        """Of the session before, if it ran on a machine like this one."""
+        pace = self.identity.earlier_pace
+        return pace if pace is not None and pace.machine == self._machine else None
 
     # --- the session ends ---------------------------------------------------------------------------------------------
 
@@ -588,7 +630,21 @@ class LiveRun:
             self._write(summary)
             self._flush()
             self._sinks.close(summary)
+            if self._settings.dry_run_steps is not None:
+                self._boundary.call("dry run", lambda: self._say_dry_run(summary))
         self.release()
+
+    def _say_dry_run(self, summary: Summary) -> None:
+        memory = (self._prediction.estimate.get("memory") or {}) if self._prediction is not None else {}
+        lines = dry_run_lines(
+            summary,
+            self._projection,
+            max_steps=self._plan.max_steps,
+            order_note=self._order_note,
+            predicted_peak_bytes=memory.get("peak_allocated_bytes"),
+            is_cuda=self._is_cuda,
+        )
+        say(lines)
 
     def abandon(self, *, retried_with: int | None = None) -> Identity:
         """Training was broken off without an end; the identity of a session that goes on with the same run.
@@ -608,6 +664,7 @@ class LiveRun:
             earlier_energy_joules=self._energy_joules,
             furthest_step=max(self.identity.furthest_step, self._last_step),
             crossed_thresholds=self._budget.crossed,
+            earlier_pace=self._pace() if retried_with is None else None,  # another batch has another pace
         )
 
     def _interpreter_exits(self) -> None:
@@ -650,8 +707,16 @@ class LiveRun:
         return completed_row(row, standing) if row is not None else None
 
     def _standing(self, steps: StepAggregate) -> Standing:
-        estimate = self._prediction.estimate if self._prediction is not None else None
-        mfu, hfu = mfu_and_hfu(estimate, steps, self._peak_flops_per_second)
+        flops = self._flops
+        per_second = self._boundary.call("FLOPs", lambda: flops.per_second(steps)) if flops is not None else None
+        mfu, hfu = mfu_and_hfu(per_second, self._peak_flops_per_second)
+        if mfu is not None and mfu > 1 and not self._said_mfu_above_1:
+            self._said_mfu_above_1 = True
+            _log.warning(
+                "ftcost: MFU is %.2f, which cannot be: the device is faster than the peak taken for it; "
+                "give the right one as peak_flops_per_second=",
+                mfu,
+            )
         elapsed = self.recorder.elapsed_seconds
         return Standing(
             global_step=self._last_step,
@@ -718,9 +783,16 @@ class LiveRun:
             self._settings.predict
             and self._job is not None
             and not self._has_predicted_again
-            and self.recorder.num_measured_steps >= STEPS_BEFORE_SECOND_PREDICTION
+            and self.recorder.num_measured_steps >= self._steps_before_second_prediction
             and tokens_seen(self.recorder.session) is not None
         )
+
+    @property
+    def _steps_before_second_prediction(self) -> int:
+        dry_run_steps = self._settings.dry_run_steps
+        if dry_run_steps is None:
+            return STEPS_BEFORE_SECOND_PREDICTION
+        return min(STEPS_BEFORE_SECOND_PREDICTION, max(1, dry_run_steps - LONGEST_STEPS))
 
     def _predict_again(self) -> None:
         self._has_predicted_again = True
@@ -734,6 +806,7 @@ class LiveRun:
         recorder = self.recorder
         before = self._first_prediction.estimate if self._first_prediction is not None else {}
         elapsed = recorder.elapsed_seconds
+        earlier = self._earlier_pace()
         return ProjectionInput(
             steps_done=self._last_step,
             max_steps=self._plan.max_steps,
@@ -741,6 +814,8 @@ class LiveRun:
             moments=recorder.moments,
             recent_step_seconds=recorder.recent_step_seconds,
             recent_num_tokens=recorder.recent_num_tokens,
+            earlier_step_seconds=earlier.step_seconds if earlier is not None else (),
+            earlier_num_tokens=earlier.num_tokens if earlier is not None else (),
             expected_tokens_per_step=self._expected_tokens_per_step,
             pauses=tuple(
                 self._plan.pause_plan(
@@ -758,6 +833,7 @@ class LiveRun:
             predicted_total_seconds_low=before.get("total_seconds_low"),
             predicted_total_seconds_high=before.get("total_seconds_high"),
             predicted_startup_seconds=before.get("startup_seconds"),
+            predicted_step_seconds=before.get("step_seconds"),
         )
 
     def _spent_usd(self, elapsed_seconds: float) -> float | None:

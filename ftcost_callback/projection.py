@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from costmodel.units import SECONDS_PER_HOUR
@@ -26,6 +26,9 @@ _PRIOR_TOKEN_ELASTICITY: Final = 0.7  # relative change of a step's seconds for 
 _PRIOR_ELASTICITY_WEIGHT: Final = 0.02  # (0.05 noise / 0.35 belief) squared
 _PRIOR_PAUSE_SPREAD: Final = 0.25
 _PREDICTED_PAUSE_SPREAD: Final = 0.35
+
+_ENOUGH_OWN_STEPS: Final = 20  # from here on a session speaks for itself
+_MIN_STEPS_TO_DISAGREE: Final = 3
 
 _DRIFT_SPREAD: Final = 0.005  # clocks, heat and neighbours move the rest of a run by about this much
 _EXTRAPOLATION_SPREAD: Final = 0.15  # of a correction that leaves the range of tokens seen (attention is not linear)
@@ -111,6 +114,9 @@ class ProjectionInput:
     moments: StepMoments = StepMoments()
     recent_step_seconds: tuple[float, ...] = ()  # the last measured steps of this session, oldest first
     recent_num_tokens: tuple[float, ...] = ()  # the same steps' tokens, or empty
+    # The last steps of the session before, on this machine: they count until there are as many of this session.
+    earlier_step_seconds: tuple[float, ...] = ()
+    earlier_num_tokens: tuple[float, ...] = ()
     # Over the whole run, from the lengths known before it began (the prediction whose basis is "before"): never from
     # the tokens seen, which the moments already hold.
     expected_tokens_per_step: float | None = None
@@ -165,13 +171,42 @@ def project(known: ProjectionInput) -> Projection:
     if known.max_steps is None or known.max_steps <= 0:
         return Projection(notes=("the number of steps is not known",))
     remaining_steps = max(0, known.max_steps - known.steps_done)
+    remaining_share = remaining_steps / known.max_steps
+    known = _with_earlier_steps(known)
     if known.moments.count > 0:
         remaining = _from_measured_steps(known, remaining_steps)
     elif known.predicted_total_seconds is not None:
-        remaining = _from_prediction(known, known.predicted_total_seconds, remaining_steps / known.max_steps)
+        remaining = _from_prediction(known, known.predicted_total_seconds, remaining_share)
     else:
         return Projection()
     return _in_total(known, remaining)
+
+
+def _with_earlier_steps(known: ProjectionInput) -> ProjectionInput:
+    """Steps of the session before, in front of the few of this one, unless these show another speed."""
+    own, num_own = known.moments, known.moments.count
+    if not known.earlier_step_seconds or num_own >= _ENOUGH_OWN_STEPS or len(known.recent_step_seconds) < num_own:
+        return known
+    seconds = (*known.earlier_step_seconds, *known.recent_step_seconds)
+    has_tokens = len(known.earlier_num_tokens) == len(known.earlier_step_seconds) and (
+        num_own == 0 or (own.has_tokens and len(known.recent_num_tokens) == num_own)
+    )
+    tokens = (*known.earlier_num_tokens, *known.recent_num_tokens) if has_tokens else ()
+    earlier, both = StepMoments(), StepMoments()
+    for place, each in enumerate(seconds):
+        both = both.add(each, tokens[place] if has_tokens else None)
+        if place < len(known.earlier_step_seconds):
+            earlier = both
+    if num_own >= _MIN_STEPS_TO_DISAGREE:
+        per_token = _seconds_per_token(earlier) if has_tokens and earlier.mean_tokens >= 1 else 0.0
+        shift = own.mean_seconds - earlier.mean_seconds - per_token * (own.mean_tokens - earlier.mean_tokens)
+        explained = per_token * (2 * earlier.seconds_by_tokens - per_token * earlier.tokens_squares)
+        variance = max(0.0, earlier.seconds_squares - explained) / earlier.count + (_SHIFT_SHARE * earlier.mean_seconds) ** 2
+        if abs(shift) > _SHIFT_Z * math.sqrt(variance / num_own):
+            return known
+    # Two sessions side by side are no trend.
+    both = replace(both, seconds_by_index=0.0, tokens_by_index=0.0)
+    return replace(known, moments=both, recent_step_seconds=seconds, recent_num_tokens=tokens)
 
 
 def _in_total(known: ProjectionInput, remaining: _Remaining) -> Projection:

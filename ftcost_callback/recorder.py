@@ -96,6 +96,30 @@ def _sum(first: int | None, second: int | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The last measured steps of a session, for the projection of the next one on the same ``machine``."""
+
+    machine: str
+    step_seconds: tuple[float, ...] = ()  # oldest first
+    num_tokens: tuple[int, ...] = ()  # of the same steps, or empty
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"machine": self.machine, "step_seconds": self.step_seconds, "num_tokens": self.num_tokens}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | None) -> Pace | None:
+        """Inverse of :meth:`to_dict`; ``None`` for what is absent."""
+        if not fields or not fields.get("step_seconds"):
+            return None
+        seconds, tokens = tuple(fields["step_seconds"]), tuple(fields.get("num_tokens") or ())
+        return cls(
+            machine=str(fields.get("machine", "")),
+            step_seconds=tuple(map(float, seconds)),
+            num_tokens=tokens if len(tokens) == len(seconds) else (),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
     """One optimizer step. ``elapsed_seconds``: wall time of the run over all its sessions, at the step's end."""
 

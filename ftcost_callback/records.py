@@ -6,8 +6,6 @@ Frozen records of plain numbers. A value that was not measured is ``None`` here 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,11 +28,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@functools.cache
-def _field_names(row_type: type[Row]) -> tuple[str, ...]:
-    return tuple(each.name for each in dataclasses.fields(row_type))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the run record."""
@@ -44,7 +37,8 @@ class Row:
     def to_row(self) -> dict[str, Any]:
         """``{"type": ..., field: value, ...}`` without the fields that were not measured."""
         row: dict[str, Any] = {"type": self.TYPE}
-        for name in _field_names(type(self)):
+        names: tuple[str, ...] = type(self).__slots__  # the fields of this row, in order
+        for name in names:
             value = getattr(self, name)
             if value is not None and (value := _plain(value)) is not None:
                 row[name] = value

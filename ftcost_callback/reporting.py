@@ -40,30 +40,14 @@ class Standing:
     hfu: float | None = None
 
 
-def utilisation(
-    flops_per_step: float | None,
-    tokens_per_step: float | None,
-    tokens_per_second: float | None,
-    peak_flops_per_second: float | None,
-) -> float | None:
-    """``flops_per_step / tokens_per_step * tokens_per_second / peak``; ``None`` when a factor is unknown."""
-    if not flops_per_step or not tokens_per_step or tokens_per_second is None or not peak_flops_per_second:
-        return None
-    return flops_per_step / tokens_per_step * tokens_per_second / peak_flops_per_second
-
-
 def mfu_and_hfu(
-    estimate: Mapping[str, Any] | None, steps: StepAggregate, peak_flops_per_second: float | None
+    flops_per_second: tuple[float, float] | None, peak_flops_per_second: float | None
 ) -> tuple[float | None, float | None]:
-    """Of ``steps``: the estimate's FLOPs per token times the measured tokens per second, over one device's peak."""
-    if estimate is None:
+    """(model, hardware) FLOPs a second over one device's peak; ``None`` where either is unknown."""
+    if flops_per_second is None or not peak_flops_per_second:
         return None, None
-    tokens_per_step, tokens_per_second = estimate.get("num_tokens_per_step"), steps.per_second(steps.num_tokens)
-    mfu, hfu = (
-        utilisation(estimate.get(name), tokens_per_step, tokens_per_second, peak_flops_per_second)
-        for name in ("model_flops_per_step", "hardware_flops_per_step")
-    )
-    return mfu, hfu
+    model, hardware = flops_per_second
+    return model / peak_flops_per_second, hardware / peak_flops_per_second
 
 
 def measured_of(

@@ -1,8 +1,8 @@
 """The run record (``<output_dir>/_ftcost/run.jsonl``) and the ledger in each checkpoint: write, read, resume.
 
 The record is append-only, one JSON object a line, handed to the operating system at least once a second of training, so
-that a killed process loses no more than that. A new run in the same folder appends its rows under its own ``run_id``; readers take the
-last.
+that a killed process loses no more than that. A new run in the same folder appends its rows under its own ``run_id``;
+readers take the last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from costmodel.errors import CostModelError
-from ftcost_callback.recorder import BUCKETS, TOKEN_FIELDS, Totals
+from ftcost_callback.recorder import BUCKETS, TOKEN_FIELDS, Pace, Totals
 from ftcost_callback.records import (
     ROW_TYPES,
     SCHEMA_VERSION,
@@ -124,10 +124,12 @@ class Ledger:
     spent_usd: float | None = None
     energy_joules: float | None = None
     crossed_thresholds: tuple[str, ...] = ()
+    pace: Pace | None = None
 
     def to_dict(self) -> dict[str, Any]:
         fields = {name: value for name in _LEDGER_FIELDS if (value := getattr(self, name)) is not None}
-        return {"schema_version": SCHEMA_VERSION, **fields, "totals": self.totals.to_dict()}
+        pace = {"pace": self.pace.to_dict()} if self.pace is not None else {}
+        return {"schema_version": SCHEMA_VERSION, **fields, "totals": self.totals.to_dict(), **pace}
 
 
 _LEDGER_FIELDS: Final = (
@@ -144,7 +146,7 @@ def write_ledger(checkpoint_dir: str | os.PathLike[str], ledger: Ledger) -> None
     """Into the checkpoint's folder, whole or not at all."""
     path = Path(checkpoint_dir) / LEDGER_NAME
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(ledger.to_dict(), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(ledger.to_dict(), allow_nan=False) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -161,10 +163,11 @@ def read_ledger(checkpoint_dir: str | os.PathLike[str]) -> Ledger | None:
             spent_usd=fields.get("spent_usd"),
             energy_joules=fields.get("energy_joules"),
             crossed_thresholds=tuple(fields.get("crossed_thresholds", ())),
+            pace=Pace.from_dict(fields.get("pace")),
         )
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CostModelError(f"{path} cannot be read as a ledger ({type(error).__name__}: {error})") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from costmodel.specs import Price
 from ftcost_callback.projection import PausePlan, num_remaining_pauses
-from ftcost_callback.recorder import Totals
+from ftcost_callback.recorder import Pace, Totals
 from ftcost_callback.records import PauseKind
 
 
@@ -27,6 +27,7 @@ class Settings:
     skip_first_steps: int = 1
     predict: bool = True
     calibration: Any = None
+    dry_run_steps: int | None = None
     profile_steps: int = 0
     sample_period_seconds: float = 0.5
     expert_load: bool = True
@@ -53,6 +54,7 @@ class Identity:
     earlier_energy_joules: float | None = None
     furthest_step: int = 0
     crossed_thresholds: tuple[str, ...] = ()
+    earlier_pace: Pace | None = None  # of the session before
     notes: tuple[str, ...] = ()
 
 

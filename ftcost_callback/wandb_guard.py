@@ -80,26 +80,33 @@ def _is_set(name: str) -> bool:
 
 
 def _never_raise(run: Any, wandb: Any) -> None:
-    """Rows are given up, and that is said once, when the client's own process has died: ``run.log`` raises then."""
-    log: Callable[..., None] = run.log
-    has_failed = False
+    """Rows are given up, and that is said once, when the client's own process has died: every call raises then."""
+    has_died = False
 
-    def log_or_give_up(*arguments: Any, **named: Any) -> None:
-        nonlocal has_failed
-        if has_failed:
-            return
-        try:
-            log(*arguments, **named)
-        except (TypeError, ValueError, wandb.errors.UsageError):
-            raise  # the caller's own mistake
-        except Exception as error:
-            has_failed = True
-            _log.warning(
-                "ftcost: W&B takes no more rows (%s: %s); training goes on, and what was written before is in %s",
-                type(error).__name__,
-                error,
-                Path(run.dir).parent,
-            )
+    def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_or_give_up(*arguments: Any, **named: Any) -> Any:
+            nonlocal has_died
+            if has_died:
+                return None
+            try:
+                return call(*arguments, **named)
+            except (TypeError, ValueError, wandb.errors.UsageError):
+                raise  # the caller's own mistake
+            except Exception as error:
+                has_died = True
+                _log.warning(
+                    "ftcost: W&B takes no more rows (%s: %s); training goes on, and what was written before is in %s",
+                    type(error).__name__,
+                    error,
+                    Path(run.dir).parent,
+                )
+                return None
 
-    run.log = log_or_give_up
-    wandb.log = log_or_give_up  # what WandbCallback calls
+        return call_or_give_up
+
+    if run.disabled:
+        return
+    run.log = wandb.log = guarded(run.log)  # the second is what WandbCallback calls
+    # And this is behind summary[key] = value, as an attribute of its own is behind setting one there.
+    object.__setattr__(run.summary, "update", guarded(run.summary.update))
+    run.finish = guarded(run.finish)

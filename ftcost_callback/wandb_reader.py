@@ -99,8 +99,6 @@ def _said(error: Exception) -> str:
 
 def _record(run: Any) -> RunRecord | None:
     """``None`` when the run's config holds nothing of ours."""
-    if hasattr(run, "load_full_data"):  # wandb since 0.22 lists runs without their config
-        run.load_full_data()
     config = run.config.get("ftcost")
     if not isinstance(config, Mapping) or "run_id" not in config:
         return None

@@ -124,19 +124,23 @@ class WandbSink:
             run.alert(**fields)
             return
         # One alert that waits for a server which is away makes wandb.finish() ignore its own time limit.
-        thread = threading.Thread(target=self._alert_if_reachable, args=(run, fields), name="ftcost-alert", daemon=True)
+        before = self._alerting[-1] if self._alerting else None
+        arguments = (run, fields, before)
+        thread = threading.Thread(target=self._alert_if_reachable, args=arguments, name="ftcost-alert", daemon=True)
         self._alerting.append(thread)
         thread.start()
 
     def close(self, summary: Summary) -> None:
         waiting, self._alerting = self._alerting, []
-        for thread in waiting:
-            thread.join(timeout=2 * PROBE_SECONDS)
+        if waiting:
+            waiting[-1].join(timeout=2 * PROBE_SECONDS)
         run = self._find_run()
         if run is not None:
             run.summary.update(summary_values(summary))
 
-    def _alert_if_reachable(self, run: Any, fields: dict[str, Any]) -> None:
+    def _alert_if_reachable(self, run: Any, fields: dict[str, Any], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()  # in the order they were crossed
         try:
             if self._is_reachable(run.settings.base_url):
                 run.alert(**fields)

@@ -262,21 +262,6 @@ def test_the_second_prediction_comes_on_the_tokens_seen(tmp_path: Path) -> None:
         assert prediction.estimate[f"{name}_per_step"] == pytest.approx(mean)
 
 
-def test_mfu_is_flops_per_token_times_measured_tokens_over_the_given_peak(tmp_path: Path) -> None:
-    sink = InMemorySink()
-    measuring = callback(sinks=[sink], predict=True, peak_flops_per_second=1e9)
-    tiny_trainer(tmp_path, [measuring], max_steps=24, logging_steps=8).train()
-    record = read_run(tmp_path)
-    assert record.sessions[0].device is not None
-    assert record.sessions[0].device["peak_source"] == "given"
-    assert [window.mfu is not None for window in sink.windows] == [False, False, True]
-    estimate = record.predictions[-1].estimate
-    flops_per_token = estimate["model_flops_per_step"] / estimate["num_tokens_per_step"]
-    last = record.steps[16:]
-    tokens_per_second = sum(step.num_tokens or 0 for step in last) / sum(step.step_seconds for step in last)
-    assert sink.windows[-1].mfu == pytest.approx(flops_per_token * tokens_per_second / 1e9)
-
-
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
     sink = InMemorySink()
     trainer = tiny_trainer(tmp_path, [callback(sinks=[sink], dry_run_steps=2)], max_steps=9)

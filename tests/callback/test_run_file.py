@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from costmodel.errors import CostModelError
-from ftcost_callback.recorder import Totals
+from ftcost_callback.recorder import Pace, Totals
 from ftcost_callback.records import ExpertLoad, Pause, Prediction, Session, Step
 from ftcost_callback.run_file import Ledger, RunFile, read_ledger, read_run, run_file_path, write_ledger
 
@@ -161,6 +161,7 @@ def test_the_ledger_of_a_checkpoint(tmp_path: Path) -> None:
         totals=Totals(train_seconds=10.0, num_steps=500, num_tokens=None),
         spent_usd=1.5,
         crossed_thresholds=("usd 10 50 %",),
+        pace=Pace(machine="1 x A40", step_seconds=(1.0, 1.5), num_tokens=(100, 150)),
     )
     write_ledger(tmp_path, ledger)
     assert read_ledger(tmp_path) == ledger

@@ -1,0 +1,220 @@
+"""What W&B's failures do to a training with ``wandb_guard=True``: nothing. The real client against a local server.
+
+Each case is a process of its own, as a training is: the client's behaviour at the end of one is part of what is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from wandb_files import history
+from wandb_server import Fault, WandbServer
+
+from ftcost_callback.run_file import read_run
+
+pytest.importorskip("wandb")
+
+NUM_STEPS = 6
+# Short, so that a case takes seconds; the guard leaves what the environment sets.
+LIMITS = {
+    "WANDB_INIT_TIMEOUT": "3",
+    "WANDB_FINISH_TIMEOUT": "4",
+    "WANDB_X_GRAPHQL_RETRY_MAX": "1",
+    "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "1",
+    "WANDB_X_GRAPHQL_TIMEOUT_SECONDS": "2",
+    "WANDB_X_FILE_STREAM_RETRY_WAIT_MIN_SECONDS": "1",
+    "WANDB_X_FILE_STREAM_RETRY_WAIT_MAX_SECONDS": "1",
+    "WANDB_X_FILE_STREAM_TIMEOUT_SECONDS": "2",
+}
+
+
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    with WandbServer() as listening:
+        yield listening
+    assert listening.unknown_operations == set()
+
+
+@dataclass
+class Training:
+    """What a training in a process of its own left."""
+
+    said: str  # stderr
+    result: dict[str, Any]
+    folder: Path
+
+    @property
+    def rows_on_disk(self) -> list[int]:
+        """The steps of our rows in the client's own file."""
+        return [row["train/global_step"] for row in history(self.folder) if "ftcost/speed/step_seconds" in row]
+
+
+def train(
+    server: WandbServer,
+    folder: Path,
+    *,
+    environment: dict[str, str | None] | None = None,
+    events: dict[str, tuple[int, Callable[[int], None]]] | None = None,
+) -> Training:
+    """Train; ``events``: name -> (step after which the training waits, what happens then, given its process id)."""
+    variables: dict[str, str] = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    variables |= server.environment(str(folder)) | LIMITS | {"OMP_NUM_THREADS": "1"}
+    for name, value in (environment or {}).items():
+        variables.pop(name, None)
+        if value is not None:
+            variables[name] = value
+    happen = events or {}
+    script = [sys.executable, str(Path(__file__).parent / "wandb_training.py"), str(folder), str(NUM_STEPS)]
+    script += [f"{name}={step}" for name, (step, _) in happen.items()]
+    process = subprocess.Popen(
+        script, env=variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    last = ""
+    for line in process.stdout:
+        last = line
+        if line.strip() in happen:
+            happen[line.strip()][1](process.pid)
+            _answer(process.stdin)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    return Training(said, json.loads(last), folder)
+
+
+def _answer(stdin: IO[str]) -> None:
+    stdin.write("\n")
+    stdin.flush()
+
+
+def assert_trained_to_the_end(training: Training) -> None:
+    """Everything that does not need the server: the training, the record, the bound on ``finish``."""
+    assert training.result["trained"] == NUM_STEPS
+    record = read_run(training.folder / "out")
+    assert [step.global_step for step in record.steps] == list(range(1, NUM_STEPS + 1))
+    assert record.summary is not None
+    assert training.result["finish_seconds"] < 25
+
+
+def on_server(server: WandbServer) -> list[int]:
+    return [row["train/global_step"] for row in server.run.rows() if "ftcost/speed/step_seconds" in row]
+
+
+ALL = list(range(2, NUM_STEPS + 1))  # the first step is warm-up
+
+
+def dead(server: WandbServer) -> None:
+    server.die()
+
+
+def hanging(server: WandbServer) -> None:
+    server.faults["graphql"] = Fault(hang=True)
+
+
+def failing(server: WandbServer) -> None:
+    server.faults["graphql"] = Fault(status=500)
+
+
+def refusing(server: WandbServer) -> None:
+    server.faults["graphql"] = Fault(status=401)
+
+
+def healthy(server: WandbServer) -> None:
+    """As it is."""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "environment"),
+    [
+        pytest.param(healthy, {"WANDB_API_KEY": None}, id="no key and no terminal"),
+        pytest.param(healthy, {"WANDB_API_KEY": "short"}, id="a key that is none", marks=pytest.mark.slow),
+        pytest.param(refusing, {}, id="401"),
+        pytest.param(dead, {}, id="nobody listens"),
+        pytest.param(failing, {}, id="500", marks=pytest.mark.slow),
+        pytest.param(hanging, {}, id="no answer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_cannot_be_opened_is_kept_offline(
+    prepare: Callable[[WandbServer], None], environment: dict[str, str | None], server: WandbServer, tmp_path: Path
+) -> None:
+    prepare(server)
+    training = train(server, tmp_path, environment=environment)
+    assert_trained_to_the_end(training)
+    assert training.result["mode"] == "offline"
+    assert training.rows_on_disk == ALL
+    (line,) = [each for each in training.said.splitlines() if "wandb sync" in each]
+    folder = Path(line.rpartition("wandb sync ")[2].strip("'"))
+    assert folder.is_dir()
+    assert list(folder.glob("run-*.wandb")) != []
+
+
+@pytest.mark.parametrize(
+    ("fault", "delivered"),
+    [
+        pytest.param(Fault(status=500, times=2), True, id="500 twice"),
+        pytest.param(Fault(drop=True, times=3), True, id="3 dropped connections", marks=pytest.mark.slow),
+        pytest.param(Fault(status=500), False, id="500 for ever", marks=pytest.mark.slow),
+        pytest.param(Fault(hang=True), False, id="no answer for ever", marks=pytest.mark.slow),
+        pytest.param(Fault(status=401), False, id="401", marks=pytest.mark.slow),
+        pytest.param(Fault(status=404), False, id="404", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_cannot_be_sent_stay_on_disk(fault: Fault, delivered: bool, server: WandbServer, tmp_path: Path) -> None:
+    server.faults["file_stream"] = fault
+    training = train(server, tmp_path)
+    assert_trained_to_the_end(training)
+    assert training.result["mode"] == "online"
+    assert training.rows_on_disk == ALL
+    assert on_server(server) == (ALL if delivered else [])
+
+
+def test_a_server_that_dies_and_comes_back_gets_everything_in_order(server: WandbServer, tmp_path: Path) -> None:
+    events = {"dies": (3, lambda pid: server.die()), "returns": (5, lambda pid: server.start())}
+    training = train(server, tmp_path, events=events)
+    assert_trained_to_the_end(training)
+    assert training.rows_on_disk == on_server(server) == ALL
+
+
+def test_a_server_that_dies_for_good_gets_no_alert_and_holds_nothing_up(server: WandbServer, tmp_path: Path) -> None:
+    training = train(server, tmp_path, events={"dies": (1, lambda pid: server.die())})
+    assert_trained_to_the_end(training)
+    assert training.rows_on_disk == ALL
+    assert "W&B does not answer, so it gets no alert" in training.said
+
+
+@pytest.mark.slow
+def test_the_death_of_the_clients_own_process_ends_the_rows_alone(server: WandbServer, tmp_path: Path) -> None:
+    def kill_core(pid: int) -> None:
+        (core,) = children(pid, "wandb-core")
+        os.kill(core, signal.SIGKILL)
+
+    training = train(server, tmp_path, events={"dies": (3, kill_core)})
+    assert_trained_to_the_end(training)
+    assert sum("W&B takes no more rows" in line for line in training.said.splitlines()) == 1
+
+
+def children(pid: int, name: str) -> list[int]:
+    """Processes started by ``pid`` whose program has this name. Linux."""
+    found = []
+    for each in Path("/proc").iterdir():
+        if not each.name.isdigit():
+            continue
+        try:
+            stat, command = (each / "stat").read_text(), (each / "cmdline").read_text()
+        except OSError:
+            continue
+        if int(stat.rpartition(")")[2].split()[1]) == pid and name in command.split("\0")[0]:
+            found.append(int(each.name))
+    return found

@@ -1,0 +1,42 @@
+"""A training with W&B online, in a process of its own: what the failure tests start and look at.
+
+``python wandb_training.py FOLDER STEPS [EVENT=STEP ...]``: EVENT is printed when STEP has ended, and the training goes on
+when a line comes back on stdin. At the end one JSON line: whether ``train()`` returned, and how long ``finish()`` took.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main(folder: Path, num_steps: int, events: dict[int, str]) -> None:
+    import wandb
+    from tiny_runs import tiny_trainer
+    from transformers import TrainerCallback
+
+    from ftcost_callback import FTCostCallback
+
+    class Events(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in events:
+                print(events[state.global_step], flush=True)
+                sys.stdin.readline()
+
+    guarded = FTCostCallback(predict=False, usd_per_gpu_hour=1.0, budget_usd=1e-9, wandb_guard=True)
+    callbacks = [guarded, Events()]
+    trainer = tiny_trainer(folder / "out", callbacks, max_steps=num_steps, report_to=["wandb"])
+    mode = "offline" if wandb.run.offline else "disabled" if wandb.run.disabled else "online"
+    trainer.train()
+    began = time.monotonic()
+    wandb.finish()
+    print(json.dumps({"mode": mode, "trained": trainer.state.global_step, "finish_seconds": time.monotonic() - began}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), {int(step): name for name, step in (e.split("=") for e in sys.argv[3:])})
