@@ -30,7 +30,6 @@ REWRITTEN_FAMILIES: Final = frozenset(
         "glm4_moe",
         "glm4_moe_lite",
         "hunyuan_v1_moe",
-        "kimi_k2",
         "minimax",
         "minimax_m2",
         "mixtral",
@@ -181,13 +180,19 @@ def _plan(
         targets, rewritten = _rewrite_expert_targets(model, targets, r)
         ranks |= rewritten
 
+    # Only a pattern, or a name that spells a layer's number, can treat equal layers differently.
+    spelled = (*(targets.names or ()), *ranks, *modules_to_save)
+    varies = targets.pattern is not None or any(part.isdigit() for name in spelled for part in name.split("."))
     runs: list[tuple[Layer, LayerAdapters, int]] = []
-    for index, layer in enumerate(_each_layer(model)):
-        adapters = _adapt_layer(layer, f"{model.layers_path}.{index}", targets, ranks, r, dora, fused_experts)
-        if runs and runs[-1][:2] == (layer, adapters):
-            runs[-1] = (layer, adapters, runs[-1][2] + 1)
-        else:
-            runs.append((layer, adapters, 1))
+    index = 0
+    for layer, count in model.layers:
+        for number in [1] * count if varies else [count]:
+            adapters = _adapt_layer(layer, f"{model.layers_path}.{index}", targets, ranks, r, dora, fused_experts)
+            if runs and runs[-1][:2] == (layer, adapters):
+                runs[-1] = (layer, adapters, runs[-1][2] + number)
+            else:
+                runs.append((layer, adapters, number))
+            index += number
     plan = Adapters(
         tuple(runs),
         _saved_params(model, modules_to_save),
@@ -240,7 +245,7 @@ def _adapt_layer(
         if (rank := _rank(f"{path}.{name}", ranks))
     ]
     experts = layer.experts
-    if experts is None or _is_stacked(experts, fused_experts):
+    if experts is None or experts_are_stacked(experts, fused_experts):
         return LayerAdapters(linears, parameters=tuple(parameters))
     if experts.router_params and experts.router_was_linear:
         router = _old_router(experts)
@@ -258,13 +263,13 @@ def _other_modules(layer: Layer, fused_experts: bool) -> Iterator[str]:
         if weights.name.endswith(".weight"):
             yield weights.name.rpartition(".")[0]
     for experts in layer.all_experts:
-        if _is_stacked(experts, fused_experts):
+        if experts_are_stacked(experts, fused_experts):
             yield experts.path
             if experts.router_params:
                 yield experts.router
 
 
-def _is_stacked(experts: Experts, fused_experts: bool) -> bool:
+def experts_are_stacked(experts: Experts, fused_experts: bool) -> bool:
     """Whether the experts are stacked parameters: in transformers 5, and in 4 where the family never had it otherwise."""
     return bool(experts.stacks) and (fused_experts or not experts.linear_names)
 
@@ -288,7 +293,7 @@ def _expert_linears(experts: Experts) -> Iterator[Linear]:
 def _parameters(layer: Layer, fused_experts: bool) -> Iterator[tuple[str, int, int, int]]:
     """(name, matrices, in, out) of what ``target_parameters`` can name: stacks, routers, weights of linears."""
     for experts in layer.all_experts:
-        if _is_stacked(experts, fused_experts):
+        if experts_are_stacked(experts, fused_experts):
             if experts.router_params:
                 yield f"{experts.router}.weight", 1, experts.hidden_size, experts.num_experts
             for stack in experts.stacks:

@@ -165,9 +165,15 @@ def attention_block(
     window: Callable[[Fields, int], int | None] = no_window,
     has_output_gate: bool = False,
     has_fused_kernel: bool = True,
+    has_positions: bool = True,
+    score: str = "plain",
+    copies_output: bool = False,
     extra: Callable[[Fields, int], tuple[Weights, ...]] = lambda fields, layer: (),
 ) -> Builder:
-    """Grouped-query attention. Two ``names`` are a fused query-key-value projection and the output."""
+    """Grouped-query attention. Two ``names`` are a fused query-key-value projection and the output.
+
+    ``has_positions``: queries and keys are rotated; False for ALiBi and learned positions.
+    """
 
     def build(fields: Fields, layer: int) -> Block:
         heads, kv_heads, head_dim = head_counts(fields)
@@ -188,7 +194,18 @@ def attention_block(
             tuple(linears),
             tuple(inner),
             extra(fields, layer),
-            Attention(heads, kv_heads, head_dim, window(fields, layer), has_fused_kernel=has_fused_kernel),
+            Attention(
+                heads,
+                kv_heads,
+                head_dim,
+                window(fields, layer),
+                has_fused_kernel=has_fused_kernel,
+                score=score,
+                has_output_gate=has_output_gate,
+                # rotated queries and keys are new tensors, values stay a view of the fused projection
+                fused_extra_width=query + kv if len(names) == 2 and has_positions else 0,
+                copies_output=copies_output,
+            ),
         )
 
     return build
@@ -214,7 +231,7 @@ def latent_attention_block(*, is_indexed: bool = False) -> Builder:
         norms.append(Norm(f"{path}.kv_a_layernorm", kv_rank, kv_rank))
         linears.append(Linear(f"{path}.kv_b_proj", kv_rank, heads * (nope + value), False, "mixer_inner"))
         linears.append(Linear(f"{path}.o_proj", heads * value, hidden, has_bias, "mixer_out"))
-        attention = Attention(heads, heads, nope + rope, value_dim=value)
+        attention = Attention(heads, heads, nope + rope, value_dim=value, fused_extra_width=heads * nope)
         if is_indexed:
             index_heads, index_dim = fields.size("index_n_heads"), fields.size("index_head_dim")
             assert q_rank is not None
@@ -537,10 +554,12 @@ def routed_experts(
     router: str = "gate",
     router_is_linear: bool = False,
     router_bias: bool = False,
+    router_in_fp32: bool = False,
     router_was_linear: bool = True,
     stack_names: tuple[str, ...] = ("gate_up_proj", "down_proj"),
     bias: bool = False,
     is_gated: bool = True,
+    clamps: bool = False,
     runs_all: bool = False,
     shared: Shared | None = None,
     extra: Callable[[Fields], tuple[Weights, ...]] = lambda fields: (),
@@ -580,10 +599,12 @@ def routed_experts(
             f"{path}.{router}",
             0 if router_is_linear else hidden,
             router_bias,
+            router_in_fp32,
             router_was_linear,
             stack_names,
             is_gated,
             bias,
+            clamps,
             runs_all,
         )
         last = f"{path}.{shared.name}.{shared.names[-1]}" if shared and shared.comes_last and shared.width(fields) else ""
@@ -646,14 +667,19 @@ def layer_of(
         hidden = fields.hidden_size
         bias = is_set(fields, norms.bias)
 
-        def norm(name: str) -> tuple[Norm, ...]:
-            return (Norm(name, hidden, hidden, norms.kind, bias),) if name else ()
+        parallel = is_set(fields, is_parallel)
+
+        def norm(name: str, *, reads_input: bool = False) -> tuple[Norm, ...]:
+            return (Norm(name, hidden, hidden, norms.kind, bias, reads_input),) if name else ()
 
         has_dropout = bool(fields.get("hidden_dropout"))
         mixer_out = next((each.name for each in mixed.linears if each.place == "mixer_out"), "")
         ends_with = fed.last_linear if feed_forward else mixer_out
-        before, after = norm(norms.before_mixer), norm(norms.after_mlp) if feed_forward else ()
-        middle = (*norm(norms.after_mixer), *norm(norms.before_mlp)) if feed_forward else ()
+        before, after = norm(norms.before_mixer, reads_input=True), norm(norms.after_mlp) if feed_forward else ()
+        middle: tuple[Norm, ...] = ()
+        if feed_forward:
+            reads_input = parallel or not norms.before_mixer
+            middle = (*norm(norms.after_mixer), *norm(norms.before_mlp, reads_input=reads_input))
         return Layer(
             linears=mixed.linears + fed.linears,
             norms=before + middle + mixed.norms + fed.norms + after,
@@ -662,7 +688,8 @@ def layer_of(
             weights=mixed.weights + fed.weights,
             scan=mixed.scan,
             mixer_experts=mixed.experts,
-            is_parallel=is_set(fields, is_parallel),
+            is_parallel=parallel,
+            shares_input=parallel and not norms.before_mlp,
             last_linear="" if after or has_dropout else ends_with,
             has_dropout=has_dropout,
             is_gated=fed.is_gated,

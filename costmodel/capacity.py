@@ -19,19 +19,17 @@ def largest_that_fits(peak: Callable[[int], int], capacity_bytes: int, upper: in
 
     The peak is nearly a straight line, so each step guesses from the line through the bracket before it halves.
     """
-    if peak(1) > capacity_bytes:
-        return 0
     low, low_peak = 1, peak(1)
-    high = 2
+    if low_peak > capacity_bytes:
+        return 0
+    high, high_peak = 2, 0
     while high <= upper and (high_peak := peak(high)) <= capacity_bytes:
         low, low_peak = high, high_peak
         high *= 8
     if high > upper:
-        if peak(upper) <= capacity_bytes:
-            return upper
         high, high_peak = upper, peak(upper)
-    else:
-        high_peak = peak(high)
+        if high_peak <= capacity_bytes:
+            return upper
     while high - low > 1:
         slope = (high_peak - low_peak) / (high - low)
         guess = low + int((capacity_bytes - low_peak) / slope) if slope > 0 else (low + high) // 2

@@ -7,6 +7,7 @@ stderr, nothing on stdout), 3 does not fit, 4 over ``--budget-usd`` or ``--deadl
 
 from __future__ import annotations
 
+import copy
 import datetime
 import inspect
 import json
@@ -345,7 +346,7 @@ def _field_name(flag: str) -> str:
     return flag.replace("_", "-")
 
 
-_COMMAND_SETTINGS: Final = {"token_normalize_func": _field_name, "help_option_names": ["--help", "-h"]}
+COMMAND_SETTINGS: Final = {"token_normalize_func": _field_name, "help_option_names": ["--help", "-h"]}
 
 _File = Annotated[
     str | None,
@@ -426,7 +427,7 @@ def _stale_price(answer: Mapping[str, Any]) -> str | None:
     return stale_price_warning(Price.model_validate(price), _today()) if price else None
 
 
-@app.command("estimate", context_settings=_COMMAND_SETTINGS)
+@app.command("estimate", context_settings=COMMAND_SETTINGS)
 @with_job_flags
 def estimate_command(
     file: _File = None,
@@ -613,7 +614,7 @@ _FORMATS: Final = ("table", "markdown", "json", "skypilot")
 _ROWS_SHOWN: Final = 25
 
 
-@app.command("compare", context_settings=_COMMAND_SETTINGS)
+@app.command("compare", context_settings=COMMAND_SETTINGS)
 @with_job_flags
 def compare_command(
     file: _File = None,
@@ -694,7 +695,7 @@ def _say_warnings(candidates: Iterable[Any]) -> None:
         _say(f"{len(stale)} of these prices are older than 90 days; {stale[0]}")
 
 
-@app.command("optimize", context_settings=_COMMAND_SETTINGS)
+@app.command("optimize", context_settings=COMMAND_SETTINGS)
 @with_job_flags
 def optimize_command(
     file: _File = None,
@@ -771,7 +772,7 @@ def _show(table: Any, markdown: bool = False) -> None:
         report.print_table(table, sys.stdout)
 
 
-@app.command("gpus", context_settings=_COMMAND_SETTINGS)
+@app.command("gpus", context_settings=COMMAND_SETTINGS)
 def gpus_command(
     text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only names that contain this.")] = None,
     as_json: _Json = False,
@@ -803,7 +804,7 @@ def gpus_command(
     return FITS
 
 
-@app.command("models", context_settings=_COMMAND_SETTINGS)
+@app.command("models", context_settings=COMMAND_SETTINGS)
 def models_command(
     text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only ids or families with this.")] = None,
     as_json: _Json = False,
@@ -833,7 +834,7 @@ def models_command(
     return FITS
 
 
-@app.command("prices", context_settings=_COMMAND_SETTINGS)
+@app.command("prices", context_settings=COMMAND_SETTINGS)
 def prices_command(
     gpu: Annotated[str | None, typer.Argument(metavar="[GPU]", help="Only this GPU.")] = None,
     cloud: Annotated[str | None, typer.Option("--cloud", help="Only this cloud.")] = None,
@@ -964,7 +965,7 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
     """The exit code of one command line. Errors are one line on stderr; ``FTCOST_DEBUG=1`` adds the traceback."""
     stream = errors or sys.stderr
     try:
-        code = application(args=arguments, prog_name="ftcost", standalone_mode=False)
+        code = _with_the_named_command(application, arguments)(args=arguments, prog_name="ftcost", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else FITS
     except (CostModelError, ValidationError) as error:
@@ -988,6 +989,17 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
         if os.environ.get("FTCOST_DEBUG"):
             traceback.print_exc(file=stream)
         return INTERNAL_ERROR
+
+
+def _with_the_named_command(application: typer.Typer, arguments: list[str] | None) -> typer.Typer:
+    """The application with only the command that the first argument names: the flags of the others take time to build."""
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), None)
+    named = [command for command in application.registered_commands if command.name == first]
+    if not named:
+        return application
+    alone = copy.copy(application)
+    alone.registered_commands = named
+    return alone
 
 
 def _reader_is_gone() -> int:

@@ -76,6 +76,23 @@ class ResolvedJob:
     framework: str
     framework_version: str
 
+    def __hash__(self) -> int:
+        """Of the fields that tell most jobs apart: jobs are keys of many caches, and are looked up dozens of times."""
+        return hash(
+            (
+                self.method,
+                self.quantization,
+                self.lora_r,
+                self.lora_target_modules,
+                self.dtype,
+                self.per_device_train_batch_size,
+                self.gradient_accumulation_steps,
+                self.gradient_checkpointing,
+                self.max_length,
+                self.framework_version,
+            )
+        )
+
     @property
     def is_peft(self) -> bool:
         return self.method != "full"
@@ -173,9 +190,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
     optim = pick("optim", "adamw_torch_fused" if generation >= 5 else "adamw_torch")
     experts = pick("experts_implementation", "grouped_mm" if generation >= 5 else "eager") if model.is_moe else "eager"
     if generation < 5 and experts != "eager":
-        raise CostModelError(
-            f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)"
-        )
+        raise CostModelError(f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)")
     packing = pick("packing", False)
     is_kbit = quantization in BITSANDBYTES
     kbit_prep = job.prepare_model_for_kbit_training
@@ -227,9 +242,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             supervised_fraction=job.supervised_fraction,
             num_gpus=job.num_gpus,
             num_samples=job.num_samples,
-            num_train_epochs=float(pick("num_train_epochs", 3.0))
-            if max_steps is None
-            else (job.num_train_epochs or 3.0),
+            num_train_epochs=float(pick("num_train_epochs", 3.0)) if max_steps is None else (job.num_train_epochs or 3.0),
             max_steps=max_steps,
             eval_strategy=pick("eval_strategy", "no"),
             eval_steps=job.eval_steps,

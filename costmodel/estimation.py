@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from costmodel.capacity import max_batch_size, max_length_that_fits, share_of_batches_that_fit
 from costmodel.catalog import find_gpu, find_model_config, find_price
@@ -29,6 +29,9 @@ from costmodel.step_time import StepTime, peak_flops_per_second, step_time
 from costmodel.uncertainty import INTERVAL_LEVEL, memory_interval, nearest_runs, step_interval_factor
 from costmodel.units import GIB
 from costmodel.workload import Batch, hardware_flops, model_flops, num_trainable_params
+
+if TYPE_CHECKING:
+    from costmodel.calibration import Applied, MeasuredStep
 
 PRICE_VARIABLE = "FTCOST_USD_PER_GPU_HOUR"
 
@@ -103,8 +106,8 @@ class Estimate:
             value = getattr(self, each.name)
             if isinstance(value, Price):
                 value = value.model_dump()
-            elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-                value = dataclasses.asdict(value)
+            elif isinstance(value, (MemoryBreakdown, StepBreakdown)):
+                value = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
             elif isinstance(value, tuple):
                 value = list(value)
             answer[each.name] = value
@@ -140,34 +143,86 @@ def estimate_from_tokens(job: Job | Mapping[str, Any], seen: TokensSeen) -> Esti
     return _estimate(parse_job(job), seen)
 
 
-def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A job with everything looked up that it names, and the batch its step is made of."""
+
+    parsed: Job
+    model: ModelSpec
+    gpu: GpuSpec | None
+    job: ResolvedJob
+    assumed: tuple[str, ...]
+    lengths: LengthDistribution | None
+    tokens: BatchTokens | None
+
+
+def _described(parsed: Job, seen: TokensSeen | None) -> _Described:
     model = _model_spec(parsed)
     gpu = _gpu(parsed)
     if seen is not None and parsed.max_length is None:
         parsed = parsed.model_copy(update={"max_length": seen.longest_tokens})
     resolved, assumed = resolve(parsed, model)
-    warnings: list[str] = []
-
+    resolved = _first_equal(resolved)
     lengths = distribution(parsed.lengths, resolved.max_length) if parsed.lengths else None
     tokens = batch_tokens(resolved, lengths) if lengths else None
     if seen is not None:
         tokens = _tokens_seen(resolved, seen, tokens)
         lengths = lengths or distribution(Lengths(fixed=seen.longest_tokens), resolved.max_length)
+    return _Described(parsed, model, gpu, resolved, assumed, lengths, tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def _first_equal(job: ResolvedJob) -> ResolvedJob:
+    """The first of equal jobs: the caches behind an estimate then find it by identity, without comparing every field."""
+    return job
+
+
+def measured_step(job: Job | Mapping[str, Any], seconds: float, source: str, seen: TokensSeen | None = None) -> MeasuredStep:
+    """A measured optimizer step of ``job``, on the batches of its ``lengths`` or on those ``seen``, to calibrate with.
+
+    Raises :class:`CostModelError` where the job lacks what a step time needs.
+    """
+    from costmodel.calibration import MeasuredStep
+
+    described = _described(parse_job(job), seen)
+    if described.gpu is None:
+        raise CostModelError(f"{source}: no gpu is given, so there is no step time to calibrate")
+    if described.tokens is None:
+        raise CostModelError(f"{source}: lengths are not given, so the tokens of the measured step are not known")
+    return MeasuredStep(described.model, described.job, described.gpu, described.tokens.expected, seconds, source)
+
+
+def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
+    described = _described(parsed, seen)
+    parsed, model, gpu, resolved = described.parsed, described.model, described.gpu, described.job
+    lengths, tokens = described.lengths, described.tokens
+    warnings: list[str] = []
     memory = _memory(model, resolved, gpu, lengths, tokens)
     fit = _fit(model, resolved, gpu, lengths, tokens, memory)
-    step = step_time(model, resolved, gpu, tokens.expected) if gpu and tokens else None
+    applied = None
+    if parsed.calibration is not None and gpu and tokens:
+        from costmodel.calibration import find_calibration  # a plain estimate starts faster without it
+
+        applied = find_calibration(parsed.calibration, model, resolved, gpu, tokens.expected, warnings.append)
+    factors = _factors(applied)
+    step = step_time(model, resolved, gpu, tokens.expected, **factors) if gpu and tokens else None
     evidence: tuple[dict[str, Any], ...] = ()
     interval = None
     if gpu and step and tokens and not _on_cpu(gpu):
         evidence = nearest_runs(model, resolved, gpu, tokens.expected)
     if gpu and step:
         interval = step_interval_factor(resolved, gpu, step, distance=evidence[0]["distance"] if evidence else 0.0)
-    run = _run(model, resolved, gpu, lengths, tokens, step)
+        interval = applied.interval_factor(interval) if applied else interval
+    run = _run(model, resolved, gpu, lengths, tokens, step, factors)
     price = _price(parsed, gpu)
     _warn(warnings, parsed, resolved, model, gpu, lengths, tokens, step, fit, run)
-    return _answer(
-        parsed, resolved, assumed, model, gpu, tokens, memory, fit, step, interval, run, price, evidence, tuple(warnings)
-    )
+    return _answer(described, memory, fit, step, interval, run, price, evidence, applied, tuple(warnings))
+
+
+def _factors(applied: Applied | None) -> dict[str, float]:
+    if applied is None:
+        return {}
+    return {"device_factor": applied.calibration.device_factor, "host_factor": applied.calibration.host_factor}
 
 
 def _tokens_seen(job: ResolvedJob, seen: TokensSeen, planned: BatchTokens | None) -> BatchTokens:
@@ -209,9 +264,7 @@ def _model_spec(job: Job) -> ModelSpec:
             raise CostModelError(
                 f"model_overrides {name!r} is no field of the model's config; its fields: {', '.join(sorted(config))}"
             )
-    return model_spec_from_config(
-        {**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else ""
-    )
+    return model_spec_from_config({**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else "")
 
 
 @functools.lru_cache(maxsize=256)
@@ -323,6 +376,7 @@ def _run(
     lengths: LengthDistribution | None,
     tokens: BatchTokens | None,
     step: StepTime | None,
+    factors: Mapping[str, float],
 ) -> _Run | None:
     if gpu is None or lengths is None or tokens is None or step is None:
         return None
@@ -335,7 +389,7 @@ def _run(
     eval_seconds = 0.0
     if plan.num_evaluations and plan.num_eval_batches:
         evaluated = batch_tokens(job, lengths, batch_size=job.per_device_eval_batch_size)
-        timed = step_time(model, job, gpu, evaluated.expected, micro_batches=1.0)
+        timed = step_time(model, job, gpu, evaluated.expected, micro_batches=1.0, **factors)
         eval_seconds = timed.forward_seconds if timed else 0.0
     times = run_time(model, job, plan, step, eval_seconds)
     return _Run(plan.num_steps, times.train_seconds, times.eval_seconds, times.save_seconds, times.startup_seconds)
@@ -358,9 +412,7 @@ def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
     if text:
         try:
             usd = float(text)
-            return Price(
-                usd_per_gpu_hour=usd, usd_per_instance_hour=usd, source=f"environment variable {PRICE_VARIABLE}"
-            )
+            return Price(usd_per_gpu_hour=usd, usd_per_instance_hour=usd, source=f"environment variable {PRICE_VARIABLE}")
         except ValueError:
             raise CostModelError(f"{PRICE_VARIABLE} must be a positive number of dollars, got {text!r}") from None
     return None
@@ -432,12 +484,7 @@ def _warn(
 
 
 def _answer(
-    parsed: Job,
-    job: ResolvedJob,
-    assumed: tuple[str, ...],
-    model: ModelSpec,
-    gpu: GpuSpec | None,
-    tokens: BatchTokens | None,
+    described: _Described,
     memory: MemoryBreakdown,
     fit: _Fit | None,
     step: StepTime | None,
@@ -445,8 +492,16 @@ def _answer(
     run: _Run | None,
     price: Price | None,
     evidence: tuple[dict[str, Any], ...],
+    applied: Applied | None,
     warnings: tuple[str, ...],
 ) -> Estimate:
+    parsed, model, gpu, job, tokens = (
+        described.parsed,
+        described.model,
+        described.gpu,
+        described.job,
+        described.tokens,
+    )
     micro_batches = job.gradient_accumulation_steps * job.num_gpus
     per_step: Batch | None = tokens.expected if tokens else None
     seconds = step.step_seconds if step else None
@@ -474,9 +529,9 @@ def _answer(
 
     return Estimate(
         schema_version=SCHEMA_VERSION,
-        version=_version(),
+        version=ftcost_version(),
         job=_resolved_mapping(parsed, job, gpu),
-        assumed=assumed,
+        assumed=described.assumed,
         defaults_of=f"{job.framework} {job.framework_version}",
         num_params=model.num_params,
         num_active_params=model.num_active_params,
@@ -522,16 +577,19 @@ def _answer(
         total_usd_high=usd(high),
         price=price,
         evidence=evidence,
-        calibration=None,
+        calibration=applied.to_dict() if applied else None,
         warnings=warnings,
     )
+
+
+# Fields of a job that defaults fill.
+_FILLED_FIELDS = tuple(each.name for each in dataclasses.fields(ResolvedJob) if each.name in Job.model_fields)
 
 
 def _resolved_mapping(parsed: Job, job: ResolvedJob, gpu: GpuSpec | None) -> dict[str, Any]:
     """The job with every default filled, in the job's own field names: it can be estimated again as it is."""
     given = parsed.model_dump(exclude_none=True)
-    known = set(Job.model_fields)
-    filled = {name: value for name, value in dataclasses.asdict(job).items() if name in known and value is not None}
+    filled = {name: value for name in _FILLED_FIELDS if (value := getattr(job, name)) is not None}
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype"):
         if not job.is_peft:
             filled.pop(name, None)
@@ -549,7 +607,8 @@ def _resolved_mapping(parsed: Job, job: ResolvedJob, gpu: GpuSpec | None) -> dic
 
 
 @functools.lru_cache(maxsize=1)
-def _version() -> str:
+def ftcost_version() -> str:
+    """The installed version of the package."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

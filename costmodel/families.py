@@ -74,7 +74,7 @@ def _falcon_layer(fields: Fields, layer: int) -> Layer:
     # keys and values are repeated for each query head before the kernel sees them; a single head is broadcast instead, which
     # no fused SDPA kernel takes
     has_kernel = is_new or kv_heads == heads
-    attention = Block(linears, attention=Attention(heads, heads, head_dim, has_fused_kernel=has_kernel))
+    attention = Block(linears, attention=Attention(heads, heads, head_dim, has_fused_kernel=has_kernel, copies_output=True))
     two_norms = (fields.get("num_ln_in_parallel_attn") or (2 if is_new else 1)) == 2
     if not is_parallel:
         names = ("input_layernorm", "post_attention_layernorm")
@@ -134,7 +134,7 @@ def _stablelm_layer(fields: Fields, layer: int) -> Layer:
     is_parallel = fields.flag("use_parallel_residual")
     second = "" if is_parallel else "post_attention_layernorm"
     built = layer_of(
-        attention_block(bias="use_qkv_bias", output_bias=False),
+        attention_block(bias="use_qkv_bias", output_bias=False, copies_output=True),
         gated_mlp(),
         Norms(before_mlp=second, kind="layer", bias=True),
         is_parallel=is_parallel,
@@ -151,7 +151,7 @@ def _stablelm_layer(fields: Fields, layer: int) -> Layer:
 
 
 def _phi_attention(fields: Fields, layer: int) -> Block:
-    built = attention_block(names=("q_proj", "k_proj", "v_proj", "dense"), bias=True)(fields, layer)
+    built = attention_block(names=("q_proj", "k_proj", "v_proj", "dense"), bias=True, copies_output=True)(fields, layer)
     if not fields.flag("qk_layernorm"):
         return built
     attention = built.attention
@@ -160,6 +160,20 @@ def _phi_attention(fields: Fields, layer: int) -> Block:
         Norm(f"self_attn.{which}_layernorm", attention.head_dim, width, "layer", True) for which, width in widths.items()
     )
     return replace(built, norms=norms)
+
+
+def _gpt_bigcode_layer(fields: Fields, layer: int) -> Layer:
+    """GPT-BigCode (StarCoder): GPT-2 with one key/value head for all query heads."""
+    heads = fields.size("num_attention_heads")
+    hidden, kv_heads = fields.hidden_size, 1 if fields.flag("multi_query") else heads
+    head_dim = hidden // heads
+    linears = (
+        Linear("attn.c_attn", hidden, (heads + 2 * kv_heads) * head_dim, True),
+        Linear("attn.c_proj", hidden, hidden, True, "mixer_out"),
+    )
+    attention = Block(linears, attention=Attention(heads, kv_heads, head_dim))
+    mlp = plain_mlp("mlp", ("c_fc", "c_proj"), width=four_hidden)
+    return layer_of(lambda fields, layer: attention, mlp, Norms("ln_1", "ln_2", kind="layer", bias=True))(fields, layer)
 
 
 def _gemma4_layer(fields: Fields, layer: int) -> Layer:
@@ -177,10 +191,10 @@ def _gemma4_layer(fields: Fields, layer: int) -> Layer:
     bias = fields.flag("attention_bias")
     path, query, kv = "self_attn", heads * head_dim, kv_heads * head_dim
     linears = [Linear(f"{path}.q_proj", hidden, query, bias)]
-    inner = [Norm(f"{path}.q_norm", head_dim, query)]
+    inner = [Norm(f"{path}.q_norm", head_dim, query, "rms_fp32")]
     if not borrows:
         linears.append(Linear(f"{path}.k_proj", hidden, kv, bias))
-        inner += [Norm(f"{path}.k_norm", head_dim, kv), Norm(f"{path}.v_norm", 0, kv)]
+        inner += [Norm(f"{path}.k_norm", head_dim, kv, "rms_fp32"), Norm(f"{path}.v_norm", 0, kv, "rms_fp32")]
         if not (fields.flag("attention_k_eq_v") and is_full):
             linears.append(Linear(f"{path}.v_proj", hidden, kv, bias))
     linears.append(Linear(f"{path}.o_proj", query, hidden, bias, "mixer_out"))
@@ -204,7 +218,7 @@ def _gemma4_layer(fields: Fields, layer: int) -> Layer:
         linears.append(Linear("per_layer_input_gate", hidden, extra_width, False, "side_in"))
         linears.append(Linear("per_layer_projection", extra_width, hidden, False, "side_out"))
         names.append("post_per_layer_input_norm")
-    norms = tuple(Norm(name, hidden, hidden) for name in names)
+    norms = tuple(Norm(name, hidden, hidden, "rms_fp32", False, name == names[0]) for name in names)
     attention = Attention(heads, kv_heads, head_dim, window)
     return Layer(tuple(linears), norms + tuple(inner), attention, experts, weights)
 
@@ -285,9 +299,11 @@ _NEMOTRON_BLOCKS: Final[dict[str, tuple[Builder, bool]]] = {
 
 def _granite_hybrid_feed_forward(fields: Fields, layer: int) -> Block:
     """Granite 4: a shared MLP in every layer, routed experts beside it where there are any."""
-    shared = Shared(shared_width, "shared_mlp", ("input_linear", "output_linear"))
     routed = _GRANITE_ROUTED(fields, layer) if fields.count("num_experts") else Block()
-    mlp = gated_mlp("shared_mlp", shared.names, width=lambda fields, layer: shared_width(fields))(fields, layer)
+    if not shared_width(fields):
+        return routed
+    names = ("input_linear", "output_linear")
+    mlp = gated_mlp("shared_mlp", names, width=lambda fields, layer: shared_width(fields))(fields, layer)
     return replace(routed, linears=routed.linears + mlp.linears, last_linear=mlp.last_linear)
 
 
@@ -365,7 +381,7 @@ class Family:
     head_bias: Flag = False
     is_ever_tied: bool = True  # False: the code keeps a head of its own whatever tie_word_embeddings says
     num_layers: Callable[[Fields], int] = lambda fields: fields.size("num_hidden_layers")
-    activations_checked: bool = False
+    activations_checked: bool = True  # False: activation bytes follow from the layers, held against no real module
 
 
 # --- the table ---------------------------------------------------------------------------------------------------------
@@ -378,7 +394,7 @@ _LAYER_NORMS: Final = Norms(kind="layer", bias=True)
 _MIXTRAL: Final = routed_experts(
     width="intermediate_size", linear_names=("w1", "w3", "w2"), linear_path="block_sparse_moe.experts"
 )
-_DEEPSEEK: Final = routed_experts(router_was_linear=False, shared=Shared(shared_count, comes_last=True))
+_DEEPSEEK: Final = routed_experts(router_in_fp32=True, router_was_linear=False, shared=Shared(shared_count, comes_last=True))
 _QWEN_SHARED: Final = Shared(lambda fields: fields.count("shared_expert_intermediate_size"), "shared_expert", has_gate=True)
 _QWEN_ROUTED: Final = routed_experts(shared=_QWEN_SHARED)
 _FULL: Final = kind_is("full_attention")
@@ -418,8 +434,12 @@ FAMILIES: Final[dict[str, Family]] = {
             ),
             Norms("attention_layernorm", "feedforward_layernorm"),
         ),
+        activations_checked=False,
     ),
-    "baichuan": Family(layer_of(attention_block(names=("W_pack", "o_proj")), gated_mlp())),
+    "arcee": Family(
+        layer_of(attention_block(bias="attention_bias"), plain_mlp("mlp", ("up_proj", "down_proj"), bias="mlp_bias"))
+    ),
+    "baichuan": Family(layer_of(attention_block(names=("W_pack", "o_proj")), gated_mlp()), activations_checked=False),
     "blackmamba": Family(
         _blackmamba_layer,
         {
@@ -433,10 +453,17 @@ FAMILIES: Final[dict[str, Family]] = {
         outside=final_norm("norm_f", "layer", bias=True),
         layers_path="decoder.layers",
         embedding_path="embedding",
+        activations_checked=False,
     ),
     "bloom": Family(
         layer_of(
-            attention_block(path="self_attention", names=("query_key_value", "dense"), bias=True, has_fused_kernel=False),
+            attention_block(
+                path="self_attention",
+                names=("query_key_value", "dense"),
+                bias=True,
+                has_positions=False,
+                has_fused_kernel=False,
+            ),
             plain_mlp("mlp", ("dense_h_to_4h", "dense_4h_to_h"), width=lambda fields, layer: 4 * fields.hidden_size),
             _LAYER_NORMS,
         ),
@@ -448,6 +475,15 @@ FAMILIES: Final[dict[str, Family]] = {
     "cohere": Family(
         layer_of(
             attention_block(bias="attention_bias", norm="full", norm_flag="use_qk_norm", norm_kind="cohere"),
+            gated_mlp(),
+            Norms(before_mlp="", kind="cohere"),
+            is_parallel=True,
+        ),
+        outside=final_norm(kind="cohere"),
+    ),
+    "cohere2": Family(
+        layer_of(
+            attention_block(bias="attention_bias", window=sliding_by_kind(4)),
             gated_mlp(),
             Norms(before_mlp="", kind="cohere"),
             is_parallel=True,
@@ -479,6 +515,7 @@ FAMILIES: Final[dict[str, Family]] = {
         outside=final_norm("transformer.norm_f", "layer"),
         layers_path="transformer.blocks",
         embedding_path="transformer.wte",
+        activations_checked=False,
     ),
     "deepseek": Family(
         layer_of(
@@ -490,13 +527,18 @@ FAMILIES: Final[dict[str, Family]] = {
             ),
         ),
         {"num_experts": "n_routed_experts"},
+        activations_checked=False,
     ),
     "deepseek_v2": Family(
         layer_of(
             latent_attention_block(),
             where(
                 after_dense_prefix,
-                routed_experts(router_was_linear=False, shared=Shared(shared_count, comes_last=True, bias="mlp_bias")),
+                routed_experts(
+                    router_in_fp32=True,
+                    router_was_linear=False,
+                    shared=Shared(shared_count, comes_last=True, bias="mlp_bias"),
+                ),
                 gated_mlp(bias="mlp_bias"),
             ),
         ),
@@ -509,13 +551,23 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v32": Family(
         layer_of(latent_attention_block(is_indexed=True), where(after_dense_prefix, _DEEPSEEK, gated_mlp())),
         {"num_experts": "n_routed_experts"},
+        activations_checked=False,
     ),
+    "dots1": Family(
+        layer_of(
+            attention_block(bias="attention_bias", norm="head", window=sliding_by_kind()),
+            where(after_dense_prefix, _DEEPSEEK, gated_mlp()),
+        ),
+        {"num_experts": "n_routed_experts"},
+    ),
+    "ernie4_5": Family(layer_of(attention_block(bias="use_bias"), gated_mlp(bias="use_bias"))),
     "ernie4_5_moe": Family(
         layer_of(
             attention_block(bias="use_bias"),
             where(
                 _ernie_routed,
                 routed_experts(
+                    router_in_fp32=True,
                     shared=Shared(
                         lambda fields: fields.size("moe_intermediate_size") * fields.count("moe_num_shared_experts"),
                         bias="use_bias",
@@ -530,12 +582,20 @@ FAMILIES: Final[dict[str, Family]] = {
         {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         head_bias="use_bias",
     ),
+    "exaone4": Family(
+        layer_of(
+            attention_block(norm="head", window=sliding_by_kind(4)),
+            gated_mlp(),
+            Norms("", "", "post_attention_layernorm", "post_feedforward_layernorm"),
+        ),
+    ),
     "falcon": Family(
         _falcon_layer,
         {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation"},
         outside=final_norm("transformer.ln_f", "layer", bias=True),
         layers_path="transformer.h",
         embedding_path="transformer.word_embeddings",
+        activations_checked=False,
     ),
     "falcon_mamba": Family(
         layer_of(mamba_block(), None, Norms("norm", "")),
@@ -543,13 +603,14 @@ FAMILIES: Final[dict[str, Family]] = {
         outside=final_norm("backbone.norm_f"),
         layers_path="backbone.layers",
         embedding_path="backbone.embeddings",
+        activations_checked=False,
     ),
     "gemma": Family(
         layer_of(attention_block(bias="attention_bias"), gated_mlp(), _OFFSET), outside=final_norm(kind="rms_offset")
     ),
     "gemma2": Family(
         layer_of(
-            attention_block(bias="attention_bias", window=sliding_by_kind(2), has_fused_kernel=False),
+            attention_block(bias="attention_bias", window=sliding_by_kind(2), has_fused_kernel=False, score="softcap"),
             gated_mlp(),
             replace(_SANDWICH, kind="rms_offset"),
         ),
@@ -569,20 +630,26 @@ FAMILIES: Final[dict[str, Family]] = {
         _gemma4_layer,
         {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
         outside=_gemma4_outside,
+        activations_checked=False,
     ),
     "glm": Family(
-        layer_of(attention_block(bias="attention_bias", output_bias=False), gated_mlp(names=("gate_up_proj", "down_proj"))),
+        layer_of(
+            attention_block(bias="attention_bias", output_bias=False, copies_output=True),
+            gated_mlp(names=("gate_up_proj", "down_proj")),
+        ),
     ),
     "glm4": Family(
         layer_of(
-            attention_block(bias="attention_bias", output_bias=False),
+            attention_block(bias="attention_bias", output_bias=False, copies_output=True),
             gated_mlp(names=("gate_up_proj", "down_proj")),
             Norms(after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
         ),
     ),
     "glm4_moe": Family(
         layer_of(
-            attention_block(bias="attention_bias", output_bias=False, norm="head", norm_flag="use_qk_norm"),
+            attention_block(
+                bias="attention_bias", output_bias=False, norm="head", norm_flag="use_qk_norm", copies_output=True
+            ),
             where(after_dense_prefix, _DEEPSEEK, gated_mlp()),
         ),
         {"num_experts": "n_routed_experts"},
@@ -593,7 +660,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "gpt2": Family(
         layer_of(
-            attention_block(path="attn", names=("c_attn", "c_proj"), bias=True),
+            attention_block(path="attn", names=("c_attn", "c_proj"), bias=True, has_positions=False),
             plain_mlp("mlp", ("c_fc", "c_proj"), width=four_hidden),
             Norms("ln_1", "ln_2", kind="layer", bias=True),
         ),
@@ -602,9 +669,17 @@ FAMILIES: Final[dict[str, Family]] = {
         layers_path="transformer.h",
         embedding_path="transformer.wte",
     ),
+    "gpt_bigcode": Family(
+        _gpt_bigcode_layer,
+        _GPT2_ALIASES,
+        outside=_gpt2_outside,
+        layers_path="transformer.h",
+        embedding_path="transformer.wte",
+        activations_checked=False,
+    ),
     "gpt_neox": Family(
         layer_of(
-            attention_block(path="attention", names=("query_key_value", "dense"), bias="attention_bias"),
+            attention_block(path="attention", names=("query_key_value", "dense"), bias="attention_bias", copies_output=True),
             plain_mlp("mlp", ("dense_h_to_4h", "dense_4h_to_h")),
             _LAYER_NORMS,
             is_parallel="use_parallel_residual",
@@ -619,9 +694,13 @@ FAMILIES: Final[dict[str, Family]] = {
                 bias="attention_bias",
                 window=sliding_by_kind(2),
                 has_fused_kernel=False,
+                score="sinks",
                 extra=lambda fields, layer: (Weights("self_attn.sinks", fields.size("num_attention_heads")),),
             ),
-            routed_experts(width="intermediate_size", linear_names=(), router="router", router_bias=True, bias=True),
+            routed_experts(
+                width="intermediate_size", linear_names=(), router="router", router_bias=True, bias=True, clamps=True
+            ),
+            Norms(kind="rms_fp32"),
         ),
         {"num_experts": "num_local_experts"},
     ),
@@ -648,10 +727,26 @@ FAMILIES: Final[dict[str, Family]] = {
             _granite_hybrid_feed_forward,
         ),
         {"num_experts": "num_local_experts", **_MAMBA_ALIASES},
+        activations_checked=False,
+    ),
+    "granitemoeshared": Family(
+        layer_of(attention_block(bias="attention_bias"), _granite_hybrid_feed_forward),
+        {"num_experts": "num_local_experts"},
+    ),
+    "helium": Family(_LLAMA),
+    "hunyuan_v1_dense": Family(
+        layer_of(
+            attention_block(
+                bias="attention_bias", norm="head", norms=("query_layernorm", "key_layernorm"), copies_output=True
+            ),
+            gated_mlp(),
+        )
     ),
     "hunyuan_v1_moe": Family(
         layer_of(
-            attention_block(bias="attention_bias", norm="head", norms=("query_layernorm", "key_layernorm")),
+            attention_block(
+                bias="attention_bias", norm="head", norms=("query_layernorm", "key_layernorm"), copies_output=True
+            ),
             routed_experts(
                 width="intermediate_size",
                 router="gate.wg",
@@ -669,6 +764,7 @@ FAMILIES: Final[dict[str, Family]] = {
         ),
         embedding_path="model.tok_embeddings",
         head_path="output",
+        activations_checked=False,
     ),
     "jamba": Family(
         layer_of(
@@ -690,6 +786,7 @@ FAMILIES: Final[dict[str, Family]] = {
         ),
         _MAMBA_ALIASES,
         outside=final_norm("model.final_layernorm"),
+        activations_checked=False,
     ),
     "jetmoe": Family(
         layer_of(
@@ -705,6 +802,7 @@ FAMILIES: Final[dict[str, Family]] = {
             ),
         ),
         {"head_dim": "kv_channels", "num_experts": "num_local_experts", "hidden_act": "activation_function"},
+        activations_checked=False,
     ),
     "kimi_linear": Family(
         layer_of(
@@ -719,6 +817,7 @@ FAMILIES: Final[dict[str, Family]] = {
             "linear_conv_kernel_dim": "linear_attn_config.short_conv_kernel_size",
         },
         is_ever_tied=False,
+        activations_checked=False,
     ),
     "lfm2_moe": Family(
         layer_of(
@@ -737,8 +836,9 @@ FAMILIES: Final[dict[str, Family]] = {
             Norms("operator_norm", "ffn_norm"),
         ),
         outside=final_norm("model.embedding_norm"),
+        activations_checked=False,
     ),
-    "llama": Family(_LLAMA, activations_checked=True),
+    "llama": Family(_LLAMA),
     "llama4_text": Family(
         layer_of(
             attention_block(bias="attention_bias", window=sliding_by_kind(4)),
@@ -764,6 +864,15 @@ FAMILIES: Final[dict[str, Family]] = {
         outside=final_norm("backbone.norm_f"),
         layers_path="backbone.layers",
         embedding_path="backbone.embeddings",
+        activations_checked=False,
+    ),
+    "mamba2": Family(
+        layer_of(mamba2_block(), None, Norms("norm", "")),
+        {"mamba_num_heads": "num_heads", "mamba_head_dim": "head_dim", "mamba_n_groups": "n_groups"},
+        outside=final_norm("backbone.norm_f"),
+        layers_path="backbone.layers",
+        embedding_path="backbone.embeddings",
+        activations_checked=False,
     ),
     "minimax": Family(
         layer_of(
@@ -775,17 +884,21 @@ FAMILIES: Final[dict[str, Family]] = {
             _MIXTRAL,
         ),
         {"num_experts": "num_local_experts"},
+        activations_checked=False,
     ),
-    "minimax_m2": Family(layer_of(attention_block(norm="full"), _MIXTRAL), {"num_experts": "num_local_experts"}),
-    "mistral": Family(layer_of(attention_block(window=window_everywhere), gated_mlp()), activations_checked=True),
+    "minimax_m2": Family(
+        layer_of(attention_block(norm="full", copies_output=True), _MIXTRAL), {"num_experts": "num_local_experts"}
+    ),
+    "ministral": Family(layer_of(attention_block(window=sliding_by_kind()), gated_mlp())),
+    "ministral3": Family(layer_of(attention_block(window=window_everywhere), gated_mlp())),
+    "mistral": Family(layer_of(attention_block(window=window_everywhere), gated_mlp())),
     "mixtral": Family(
         layer_of(attention_block(window=window_everywhere), _MIXTRAL),
         {"num_experts": "num_local_experts"},
-        activations_checked=True,
     ),
     "mpt": Family(
         layer_of(
-            attention_block(path="attn", names=("Wqkv", "out_proj"), has_fused_kernel=False),
+            attention_block(path="attn", names=("Wqkv", "out_proj"), has_positions=False, has_fused_kernel=False),
             plain_mlp("ffn", ("up_proj", "down_proj"), width=lambda fields, layer: 4 * fields.hidden_size, bias=False),
             Norms("norm_1", "norm_2", kind="layer"),
         ),
@@ -799,6 +912,15 @@ FAMILIES: Final[dict[str, Family]] = {
         layers_path="transformer.blocks",
         embedding_path="transformer.wte",
     ),
+    "nemotron": Family(
+        layer_of(
+            attention_block(bias="attention_bias", copies_output=True),
+            plain_mlp("mlp", ("up_proj", "down_proj"), bias="mlp_bias"),
+            _LAYER_NORMS,
+        ),
+        outside=final_norm(kind="layer", bias=True),
+        activations_checked=False,
+    ),
     "nemotron_h": Family(
         _nemotron_layer,
         {
@@ -811,24 +933,24 @@ FAMILIES: Final[dict[str, Family]] = {
         embedding_path="model.embeddings",
         is_ever_tied=False,
         num_layers=_nemotron_num_layers,
+        activations_checked=False,
     ),
     "olmo2": Family(
         layer_of(
-            attention_block(bias="attention_bias", norm="full"),
+            attention_block(bias="attention_bias", norm="full", norm_kind="rms_fp32"),
             gated_mlp(),
-            Norms("", "", "post_attention_layernorm", "post_feedforward_layernorm"),
+            Norms("", "", "post_attention_layernorm", "post_feedforward_layernorm", kind="rms_fp32"),
         ),
     ),
     "olmo3": Family(
         layer_of(
-            attention_block(bias="attention_bias", norm="full", window=sliding_by_kind(4)),
+            attention_block(bias="attention_bias", norm="full", norm_kind="rms_fp32", window=sliding_by_kind(4)),
             gated_mlp(),
-            Norms("", "", "post_attention_layernorm", "post_feedforward_layernorm"),
+            Norms("", "", "post_attention_layernorm", "post_feedforward_layernorm", kind="rms_fp32"),
         ),
     ),
     "olmoe": Family(
         layer_of(attention_block(bias="attention_bias", norm="hidden"), routed_experts(width="intermediate_size")),
-        activations_checked=True,
     ),
     "opt": Family(
         _opt_layer,
@@ -850,7 +972,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "phi3": Family(
         layer_of(
-            attention_block(names=("qkv_proj", "o_proj"), window=window_everywhere),
+            attention_block(names=("qkv_proj", "o_proj"), window=window_everywhere, copies_output=True),
             gated_mlp(names=("gate_up_proj", "down_proj")),
         ),
         {"hidden_dropout": "resid_pdrop"},
@@ -881,26 +1003,35 @@ FAMILIES: Final[dict[str, Family]] = {
         outside=final_norm("transformer.ln_f"),
         layers_path="transformer.h",
         embedding_path="transformer.wte",
+        activations_checked=False,
     ),
-    "qwen2": Family(
-        layer_of(attention_block(bias=True, output_bias=False, window=qwen_window), gated_mlp()), activations_checked=True
-    ),
+    "qwen2": Family(layer_of(attention_block(bias=True, output_bias=False, window=qwen_window), gated_mlp())),
     "qwen2_moe": Family(
         layer_of(
             attention_block(bias="qkv_bias", output_bias=False, window=qwen_window),
             where(sparse_step, _QWEN_ROUTED, gated_mlp()),
         ),
     ),
-    "qwen3": Family(
-        layer_of(attention_block(bias="attention_bias", norm="head", window=qwen_window), gated_mlp()),
-        activations_checked=True,
+    "qwen3": Family(layer_of(attention_block(bias="attention_bias", norm="head", window=qwen_window), gated_mlp())),
+    "qwen3_5_moe_text": Family(
+        layer_of(
+            by_kind(_GATED_ATTENTION, gated_delta_block(names=QWEN3_5_PROJECTIONS), _QWEN3_NEXT_FULL), _QWEN_ROUTED, _OFFSET
+        ),
+        outside=final_norm(kind="rms_offset"),
+        activations_checked=False,
+    ),
+    "qwen3_5_text": Family(
+        layer_of(
+            by_kind(_GATED_ATTENTION, gated_delta_block(names=QWEN3_5_PROJECTIONS), _QWEN3_NEXT_FULL), gated_mlp(), _OFFSET
+        ),
+        outside=final_norm(kind="rms_offset"),
+        activations_checked=False,
     ),
     "qwen3_moe": Family(
         layer_of(
             attention_block(bias="attention_bias", norm="head", window=qwen_window),
             where(sparse_step, routed_experts(), gated_mlp()),
         ),
-        activations_checked=True,
     ),
     "qwen3_next": Family(
         layer_of(
@@ -909,18 +1040,10 @@ FAMILIES: Final[dict[str, Family]] = {
             _OFFSET,
         ),
         outside=final_norm(kind="rms_offset"),
+        activations_checked=False,
     ),
-    "qwen3_5_text": Family(
-        layer_of(
-            by_kind(_GATED_ATTENTION, gated_delta_block(names=QWEN3_5_PROJECTIONS), _QWEN3_NEXT_FULL), gated_mlp(), _OFFSET
-        ),
-        outside=final_norm(kind="rms_offset"),
-    ),
-    "qwen3_5_moe_text": Family(
-        layer_of(
-            by_kind(_GATED_ATTENTION, gated_delta_block(names=QWEN3_5_PROJECTIONS), _QWEN3_NEXT_FULL), _QWEN_ROUTED, _OFFSET
-        ),
-        outside=final_norm(kind="rms_offset"),
+    "seed_oss": Family(
+        layer_of(attention_block(bias="attention_bias", output_bias="attention_out_bias"), gated_mlp(bias="mlp_bias"))
     ),
     "smollm3": Family(layer_of(attention_block(bias="attention_bias", window=qwen_window), gated_mlp(bias="mlp_bias"))),
     "stablelm": Family(_stablelm_layer, outside=final_norm(kind="layer", bias=True)),

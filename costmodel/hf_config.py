@@ -66,7 +66,7 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or model_type),
-        family=str(model_type),
+        family=known,
         hidden_size=fields.hidden_size,
         vocab_size=fields.size("vocab_size"),
         layers=_runs([family.layer(fields, index) for index in range(family.num_layers(fields))]),

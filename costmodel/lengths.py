@@ -43,6 +43,10 @@ class LengthDistribution:
     share_cut: float  # of samples that were longer than max_length
     num_samples: float | None  # where the source counted them
 
+    def __hash__(self) -> int:
+        """Of a few fields: distributions are keys of caches, and there may be thousands of lengths."""
+        return hash((len(self.lengths), self.lengths[-1], self.shares[0], self.share_cut, self.num_samples))
+
     @property
     def mean_tokens(self) -> float:
         return sum(length * share for length, share in zip(self.lengths, self.shares, strict=False))
@@ -73,7 +77,21 @@ def distribution(lengths: Lengths, max_length: int) -> LengthDistribution:
 
     Raises :class:`CostModelError` for a data set that is not built in or a file that holds no lengths.
     """
-    counts = _counts(lengths)
+    if lengths.histogram is None and lengths.values is None and lengths.file is None:
+        return _named_distribution(lengths.fixed, lengths.mean, lengths.max, lengths.dataset, max_length)
+    return _cut(_counts(lengths), lengths, max_length)
+
+
+@functools.lru_cache(maxsize=64)
+def _named_distribution(
+    fixed: int | None, mean: float | None, longest: int | None, dataset: str | None, max_length: int
+) -> LengthDistribution:
+    """Of lengths that a few numbers or a name say: many jobs ask for the same."""
+    lengths = Lengths(fixed=fixed, mean=mean, max=longest, dataset=dataset)
+    return _cut(_counts(lengths), lengths, max_length)
+
+
+def _cut(counts: Mapping[int, float], lengths: Lengths, max_length: int) -> LengthDistribution:
     total = float(sum(counts.values()))
     cut: Counter[int] = Counter()
     above = 0.0
@@ -146,6 +164,7 @@ def _counts_in_file(path: Path) -> Mapping[int, float]:
     return counts
 
 
+@functools.lru_cache(maxsize=64)
 def _rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
     if multiple <= 1:
         return dist
@@ -156,6 +175,7 @@ def _rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
     return LengthDistribution(tuple(merged), tuple(merged.values()), dist.share_cut, dist.num_samples)
 
 
+@functools.lru_cache(maxsize=256)
 def expected_maximum(dist: LengthDistribution, draws: int) -> tuple[float, float]:
     """Mean and mean square of the longest of ``draws`` samples: sums over F(s)^b, F the cumulative share."""
     cumulative = previous = mean = square = 0.0
@@ -169,6 +189,7 @@ def expected_maximum(dist: LengthDistribution, draws: int) -> tuple[float, float
     return mean + tail * dist.longest_tokens, square + tail * dist.longest_tokens**2
 
 
+@functools.lru_cache(maxsize=64)
 def _grouped_maximum(dist: LengthDistribution) -> tuple[float, float]:
     """Mean and mean square of the longest sample of a batch drawn by the length-grouped sampler.
 
@@ -186,6 +207,12 @@ def _grouped_maximum(dist: LengthDistribution) -> tuple[float, float]:
     return sum(tops) / len(tops), sum(top * top for top in tops) / len(tops)
 
 
+@functools.lru_cache(maxsize=64)
+def _means(dist: LengthDistribution) -> tuple[float, float]:
+    """Mean length and mean squared length."""
+    return dist.mean_tokens, dist.mean_squared_tokens
+
+
 def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int | None = None) -> BatchTokens:
     """The expected and the longest micro-batch of this job.
 
@@ -194,7 +221,7 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
     size = batch_size or job.per_device_train_batch_size
     supervised = job.supervised_fraction
     head_fraction = supervised if (job.supervised_positions_only and supervised is not None) else 1.0
-    mean, mean_square = dist.mean_tokens, dist.mean_squared_tokens
+    mean, mean_square = _means(dist)
     if job.packing:
         # rows of max_length; attention stays inside each document when the rows are padding-free
         rows = size

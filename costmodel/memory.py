@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from costmodel.adapters import Adapters, LayerAdapters, plan_adapters
+from costmodel.adapters import Adapters, LayerAdapters, experts_are_stacked, plan_adapters
 from costmodel.constants import (
     ALLOCATOR_OVERHEAD,
     CUBLAS_WORKSPACE_BYTES,
@@ -18,7 +18,7 @@ from costmodel.constants import (
     LOSS_CHUNK_TOKENS,
 )
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
-from costmodel.hf_config import Layer, ModelSpec
+from costmodel.hf_config import Experts, Layer, Linear, ModelSpec, Norm
 from costmodel.units import BYTES_PER_ELEMENT
 from costmodel.workload import Batch, attention_kernel, num_trainable_params, stream_dtype
 
@@ -123,19 +123,25 @@ def _types(job: ResolvedJob) -> _Types:
 
 
 def quantized_params(model: ModelSpec, job: ResolvedJob) -> int:
-    """Parameters that the quantisation reaches: the layers' linears; stacked experts only outside bitsandbytes.
+    """Parameters that the quantisation reaches: the linears of the layers, and routed experts where they are linears too.
 
-    bitsandbytes replaces ``nn.Linear`` alone, so the stacked experts of transformers 5 stay in 16 bit.
+    bitsandbytes replaces ``nn.Linear`` alone, so the stacked experts of transformers 5 stay in 16 bit. MXFP4 packs the
+    routed experts and nothing else.
     """
     if job.quantization is None:
         return 0
-    total = 0
+    is_bitsandbytes, only_experts = job.quantization in BITSANDBYTES, job.quantization == "mxfp4" and model.is_moe
+    total = 0 if only_experts else sum(each.in_features * each.out_features for each in model.linears)
     for layer, count in model.layers:
-        total += count * sum(linear.in_features * linear.out_features for linear in layer.linears)
-        if layer.experts and not (job.fused_experts and job.quantization in BITSANDBYTES):
-            total += count * layer.experts.num_experts * layer.experts.params_per_expert
-            if not job.fused_experts:  # the router is a Linear like any other there
-                total += count * layer.experts.router_params
+        if not only_experts:
+            total += count * sum(linear.in_features * linear.out_features for linear in layer.linears)
+        for experts in layer.all_experts:
+            stacked = experts_are_stacked(experts, job.fused_experts)
+            if stacked and is_bitsandbytes:
+                continue
+            total += count * experts.num_experts * experts.num_matrices * experts.hidden_size * experts.intermediate_size
+            if not stacked and experts.router_was_linear and not only_experts:
+                total += count * experts.num_experts * experts.router_features_or_hidden
     return total
 
 
@@ -235,93 +241,183 @@ def _adapter_input_bytes(types: _Types, dropout: float) -> float:
     return own_copy
 
 
-def _layer_bytes(layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: _Types, is_padded: bool) -> _LayerBytes:
-    full = not job.is_peft
+# Tensors as wide as the MLP that an activation keeps for its backward (what it reads and what its steps need), and whether
+# the result is among them. Counted from activations.py of transformers 5.24, where gelu_new and gelu_fast are plain Python.
+_KEPT_BY_ACTIVATION = {
+    "gelu_new": (4, False),
+    "gelu_accurate": (4, False),
+    "gelu_fast": (7, False),
+    "relu": (1, True),
+    "relu2": (1, False),
+    "quick_gelu": (2, False),
+    "xielu": (4, False),
+}
+
+
+def _norm_bytes(norm: Norm, stream: int, full: bool, autocast: bool) -> float:
+    """What the backward of one norm keeps for each token. A trained weight also needs the normalised input."""
+    rows = norm.width // norm.size if norm.size else 1
+    if norm.kind == "layer":  # one kernel: its input, mean and reciprocal deviation; autocast lifts the input to fp32
+        return (4 if autocast else stream) * norm.width + 8 * rows
+    if norm.kind == "cohere":
+        return (12 if full else 8) * norm.width + 4 * rows
+    normalised = stream if norm.kind == "rms" else 4
+    return 4 * norm.width + 4 * rows + (normalised * norm.width if full and norm.size else 0)
+
+
+def _attention_bytes(layer: Layer, kernel: str, job: ResolvedJob, compute: int, is_padded: bool) -> tuple[float, float]:
+    """(bytes a token, bytes a pair of token and attended key) that attention keeps, its output aside in the eager form."""
     attention = layer.attention
-    query, kv, heads = attention.query_width, attention.kv_width, attention.num_heads
-    hidden = layer.linears[0].in_features
+    heads, query, keys = attention.num_heads, attention.query_width, attention.kv_width
+    output = attention.output_width
+    values = attention.num_kv_heads * (attention.value_dim or attention.head_dim)
+    held_values = values + attention.fused_extra_width  # a view keeps the whole projection alive
+    if kernel == "fused":
+        # a batch of unequal lengths needs a mask, and so does a window that the sequences exceed
+        is_masked = is_padded or (attention.sliding_window is not None and job.max_length > attention.sliding_window)
+        if is_masked and job.attn_implementation == "sdpa":
+            # memory-efficient kernel: keys and values repeated for each query head; the 16-bit mask of each sequence
+            return 2 * (2 * query + 2 * output) + 4 * heads, 2.0
+        return 2 * (query + keys + held_values + output) + 4 * heads, 0.0
+    if kernel == "math":
+        # scaled queries and keys, values, the output: all as wide as the queries; in 16 bit the unscaled ones and a mask
+        # stay too. One fp32 or two 16-bit score matrices.
+        return compute * query * (4 if compute == 4 else 6), 4.0 * heads + (0 if compute == 4 else compute)
+    is_grouped = attention.num_kv_heads != heads
+    repeated = query + output if is_grouped else keys + held_values
+    sinks = (8 + compute) * heads if attention.score == "sinks" else 0  # where the largest score is, and a column more
+    return compute * (query + repeated) + sinks, attention.eager_score_bytes(compute) * heads
+
+
+def _mlp_widths(is_gated: bool, activation: str, keeps_product: bool) -> int:
+    """Tensors as wide as an MLP that it keeps: the branches and, where ``down`` needs its input, the product."""
+    kept, holds_result = _KEPT_BY_ACTIVATION.get(activation, (1, False))
+    if is_gated:
+        return kept + (0 if holds_result else 1) + 1 + (1 if keeps_product else 0)
+    return kept + (1 if keeps_product and not holds_result else 0)
+
+
+def _scan_bytes(layer: Layer, compute: int) -> float:
+    """A recurrent mixer with fused kernels: its projections, the convolution's result, the scan's inputs and its result.
+
+    Counted from the layer's widths; states are kept once a chunk and left out.
+    """
+    assert layer.scan is not None
+    projections = sum(each.out_features for each in layer.at("mixer_in", "mixer_inner"))
+    results = sum(each.in_features for each in layer.at("mixer_out"))
+    return compute * (projections + 2 * layer.scan.channels + 2 * results)
+
+
+def _experts_bytes(experts: Experts, adapted: LayerAdapters, full: bool, activation: str) -> float:
+    """What routed experts keep for each token, in 16 bit: gathered inputs where the stack is trained, the branches, and the
+    results, which the routing weights multiply."""
+    trained = full or bool(adapted.parameters) or bool(adapted.expert_linears)
+    rows, hidden = experts.num_experts_computed, experts.hidden_size
+    widths = 6 + trained if experts.clamps else _mlp_widths(experts.is_gated, activation, trained)
+    kept = 2.0 * rows * (widths * experts.intermediate_size + hidden + (hidden if trained else 0))
+    # router probabilities; indices and permutations
+    return kept + 4.0 * experts.num_experts + 40.0 * experts.num_experts_per_tok
+
+
+def _layer_bytes(
+    model: ModelSpec, layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: _Types, is_padded: bool
+) -> _LayerBytes:
+    full = not job.is_peft
+    hidden, attention = model.hidden_size, layer.attention
     compute, stream, mlp = types.compute, types.stream, types.mlp
-    adapted_names = {each.linear.name: each for each in adapted.linears}
+    adapted_names = {each.linear.name for each in adapted.linears}
+    adapted_parameters = {each.name for each in adapted.parameters}
     casts_input = types.autocast and stream != compute  # every linear casts its own copy of a norm's output
     copy_bytes = _adapter_input_bytes(types, job.lora_dropout)
     rank_bytes = 4.0 if not types.autocast and types.adapter == 4 else 2.0
 
-    # norms: the fp32 input and the scale; for a trained weight also the normalised input
-    norms = 0.0
-    for norm in layer.norms:
-        rows = norm.width // norm.size if norm.size else 1
-        norms += 4 * norm.width + 4 * rows + (stream * norm.width if full else 0)
-    # the norm's output, where a linear or adapter reads that very tensor
-    shared_reads = 0.0
-    shared_in = full and not casts_input
-    shared_adapter = bool(adapted_names) and copy_bytes == 0.0
-    attention_inputs = [each for each in layer.linears if each.leaf in {"q_proj", "k_proj", "v_proj"}]
-    mlp_inputs = [each for each in layer.linears if each.leaf in {"gate_proj", "up_proj"}]
-    for readers in (attention_inputs, mlp_inputs):
-        if shared_in or (shared_adapter and any(each.name in adapted_names for each in readers)):
-            shared_reads += stream * hidden
-    if layer.experts and full:
-        shared_reads += stream * hidden if not casts_input else 2 * hidden
-    elif layer.experts and adapted.parameters:
-        shared_reads += stream * hidden
-    own_copies = 0.0
-    if full and casts_input:
-        own_copies += 2.0 * sum(each.in_features for each in layer.linears if each.leaf not in {"o_proj", "down_proj"})
+    def reads(linear: Linear) -> bool:
+        """Whether the backward needs the very tensor that this linear reads."""
+        return (full and linear.differentiable) or (linear.name in adapted_names and copy_bytes == 0.0)
+
+    norms = sum(_norm_bytes(norm, stream, full, types.autocast) for norm in layer.norms)
+    inputs = [norm for norm in layer.norms if norm.reads_layer_input]
+    if len(inputs) > 1 and inputs[0].kind == "layer" and not types.autocast:
+        norms -= (len(inputs) - 1) * stream * hidden  # one and the same tensor
+    # what a block's linears and its router read: one tensor for all of them
+    of_mixer, of_mlp = layer.at("mixer_in"), layer.at("mlp_in", "router", "mlp_gate")
+    router_trained = any(full or f"{each.router}.weight" in adapted_parameters for each in layer.all_experts)
+    mixer_read = any(reads(each) for each in of_mixer)
+    routes = layer.experts is not None and layer.experts.router_params > 0 and not layer.experts.router_in_fp32
+    mlp_read = any(reads(each) for each in of_mlp) or (router_trained and routes)
+    if casts_input:
+        cast_reads = [each for each in (*of_mixer, *of_mlp) if full]
+        shared_reads = 2.0 * sum(each.in_features for each in cast_reads)
+        if layer.experts and (full or router_trained):
+            shared_reads += 2.0 * hidden if full else stream * hidden
+        if not full:
+            shared_reads += stream * hidden * (mixer_read + (any(reads(each) for each in of_mlp)))
+    else:
+        shared_reads = float(stream * hidden * (mixer_read + (mlp_read and not (layer.shares_input and mixer_read))))
+    inner_reads = 2.0 if casts_input else float(compute)
+    own_reads = inner_reads * sum(each.in_features for each in layer.at("mixer_inner", "side_in", "side_out") if reads(each))
     adapter_copies = sum(copy_bytes * each.linear.in_features + rank_bytes * each.r for each in adapted.linears)
 
-    # attention
+    # attention; the output linear reads its result, which a fused kernel keeps anyway
     kernel = attention_kernel(job, layer)
-    per_pair = 0.0
-    if kernel == "fused":
-        if is_padded and job.attn_implementation == "sdpa":
-            scores = 2 * 4 * query + 4 * heads  # memory-efficient kernel: K and V repeated for each query head
-            per_pair = 2.0  # the 16-bit mask of each sequence
-        else:
-            scores = 2 * (2 * query + 2 * kv) + 4 * heads
-    elif kernel == "math":
-        # scaled Q and K, V, the output: all as wide as Q; in 16 bit the unscaled ones and a mask stay too
-        scores = compute * query * (4 if compute == 4 else 6)
-        per_pair = 4.0 * heads + (0 if compute == 4 else compute)  # one fp32 or two 16-bit score matrices
-    else:
-        scores = compute * (2 * query + 2 * kv) + compute * 2 * (query - kv)
-        per_pair = (4.0 + compute) * heads
-    # o_proj reads the attention output, which is there; fp32 attention outside autocast likewise
+    scores = per_pair = 0.0
+    if attention.num_heads:
+        scores, per_pair = _attention_bytes(layer, kernel, job, compute, is_padded)
+        output = next((each for each in layer.linears if each.place == "mixer_out"), None)
+        is_copied = kernel == "eager" or attention.has_output_gate or attention.copies_output
+        if output is not None and reads(output) and is_copied:
+            scores += compute * output.in_features
+        if attention.has_output_gate:  # the sigmoid, and what it multiplies
+            scores += compute * attention.output_width
+            scores += compute * attention.output_width if kernel == "eager" else 0
+    if layer.scan:
+        scores += _scan_bytes(layer, compute)
 
-    # dense MLP
+    # dense and shared MLP
     width = layer.mlp_width
-    dense = 0.0
-    if width:
-        dense = 3 * mlp * width  # gate, activation, up
-        down_name = next(each.name for each in layer.linears if each.leaf == "down_proj")
-        if (full and mlp == compute) or (down_name in adapted_names and copy_bytes == 0.0):
-            dense += mlp * width
-        elif full:
-            dense += 2.0 * width
+    dense = fixed = 0.0
+    for down in layer.at("mlp_out"):
+        keeps = (full and mlp == compute) or (down.name in adapted_names and copy_bytes == 0.0)
+        dense += mlp * down.in_features * _mlp_widths(layer.is_gated, model.hidden_act, keeps)
+        if full and not keeps:
+            dense += 2.0 * down.in_features
+    for gate in layer.at("mlp_gate"):  # the gate's sigmoid and the shared result that it weighs
+        dense += compute * (hidden + gate.out_features)
+    if layer.has_dropout:
+        dense += 2.0 * hidden  # the masks after attention and MLP
     # routed experts
     experts = layer.experts
-    moe = fixed = 0.0
+    moe = sum(_experts_bytes(each, adapted, full, model.hidden_act) for each in layer.all_experts)
     if experts:
-        k, expert_width = experts.num_experts_per_tok, experts.intermediate_size
-        trained = full or bool(adapted.parameters) or bool(adapted.expert_linears)
-        gathered = 2.0 * k * hidden if trained else 0.0
-        moe = gathered + 2.0 * k * (4 * expert_width if trained else 3 * expert_width)
-        moe += 2.0 * k * hidden if trained else 0.0  # the result of down, which the routing weight multiplies
-        moe += 4.0 * experts.num_experts + 40.0 * k  # router probabilities; indices and permutations
-        moe += k * sum(copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears)
-        for parameter in adapted.parameters:
-            if parameter.num_matrices > 1:  # the merged copy, and the 16-bit copies of A and B
-                fixed += compute * parameter.base_params + 2.0 * parameter.num_params
+        rows = experts.num_experts_computed
+        moe += rows * sum(copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears)
+        if experts.router_in_fp32:
+            fixed += 4.0 * experts.router_params if stream != 4 else 0.0
+            moe += 4.0 * experts.num_experts + ((4.0 if stream != 4 else 0.0) * hidden if router_trained else 0.0)
+    for parameter in adapted.parameters:
+        if parameter.num_matrices > 1:  # the merged copy, and the 16-bit copies of A and B
+            fixed += compute * parameter.base_params + (2.0 * parameter.num_params if types.adapter == 4 else 0.0)
 
+    fixed += sum(4.0 * norm.size for norm in layer.norms if norm.kind == "rms_offset")  # weight + 1
     # autocast's 16-bit copies of fp32 weights, kept for the input gradient (under checkpointing: of one layer at a time)
     if types.autocast and stream == 4 and job.quantization is None:
         fixed += 2.0 * sum(each.in_features * each.out_features for each in layer.linears)
-        if experts:
-            fixed += 2.0 * experts.num_params
+        fixed += 2.0 * sum(each.num_params for each in layer.all_experts)
     if types.autocast and types.adapter == 4 and not job.gradient_checkpointing:
         fixed += 2.0 * sum(each.num_params for each in adapted.linears)
 
-    per_token = norms + shared_reads + own_copies + adapter_copies + scores + dense + moe
-    layer_input_norm = 4.0 * hidden + 4 + (stream * hidden if full else 0)
+    per_token = norms + shared_reads + own_reads + adapter_copies + scores + dense + moe
+    # a checkpoint already holds the layer's input: what a norm or a linear keeps of it is not held twice
+    held_input = 0.0
+    for norm in inputs[:1]:
+        if norm.kind == "layer":
+            held_input = 0.0 if types.autocast and stream == 2 else float(stream * hidden)
+        else:
+            held_input = 4.0 * hidden if stream == 4 else 0.0
+    if not inputs and mixer_read:
+        held_input = float(stream * hidden)
+    # the input of the first layer needs no gradient where nothing below is trained
+    saved_in_first = sum(_norm_bytes(norm, stream, full, types.autocast) for norm in inputs)
 
     # the worst moment of the layer's own backward
     weight_bytes = types.weights if full else 0
@@ -344,27 +440,33 @@ def _layer_bytes(layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: 
         else:
             extra = stack_rows * (hidden + 2 * experts.intermediate_size) + 2 * stream * hidden
     elif width:
-        down = layer.linear("down_proj")
-        assert down is not None
-        # the activation's backward: in full tuning up's weight gradient is in flight and up's input still there
-        freed = (1.0 if full else 2.0) * mlp * width
-        if full or down.name in adapted_names:
+        down = max(layer.at("mlp_out"), key=lambda each: each.in_features)
+        down_bytes = float(weight_bytes * down.in_features * down.out_features)
+        holds_result = _KEPT_BY_ACTIVATION.get(model.hidden_act, (1, False))[1]
+        if (full or down.name in adapted_names) and not (holds_result and not layer.is_gated):
             freed += (mlp if copy_bytes == 0.0 else copy_bytes) * width
-        if "mlp.up_proj" in adapted_names:
-            freed += copy_bytes * hidden
-        if full:
-            done = float(weight_bytes * 2 * down.in_features * down.out_features)
-        extra = 5.0 * mlp * width + 2 * stream * hidden
-        if full:
-            extra_fixed = float(weight_bytes * down.in_features * down.out_features)
-        elif job.quantization:
+        if layer.is_gated:
+            # the activation's backward: in full tuning the last branch's weight gradient is in flight, its input still there
+            freed += (1.0 if full else 2.0) * mlp * width
+            if any(each.name in adapted_names for each in layer.at("mlp_in")[1:]):
+                freed += copy_bytes * hidden
+            done, extra, extra_fixed = 2 * down_bytes, 5.0 * mlp * width, down_bytes
+        else:  # down's weight gradient is done; the gradients before and after the activation
+            done, extra = down_bytes, 2.0 * mlp * width
+        extra += 2 * stream * hidden
+        if not full and job.quantization:
             extra_fixed = 2.0 * compute * down.in_features * down.out_features
+    else:  # a layer of one mixer
+        widest = max((each for each in layer.linears), key=lambda each: each.out_features, default=None)
+        if widest is not None:
+            extra = 2.0 * compute * widest.out_features + 2 * stream * hidden
+            extra_fixed = float((weight_bytes or (compute if job.quantization else 0)) * widest.num_params)
     return _LayerBytes(
         per_token=per_token,
         per_pair=per_pair,
         fixed=fixed,
-        input_norm_per_token=4.0 * hidden if stream == 4 else 0.0,
-        first_layer_saving_per_token=layer_input_norm if job.is_peft and not job.gradient_checkpointing else 0.0,
+        input_norm_per_token=held_input,
+        first_layer_saving_per_token=saved_in_first if job.is_peft and not job.gradient_checkpointing else 0.0,
         done_gradients=done,
         freed_per_token=freed,
         freed_fixed=freed_fixed,
@@ -405,16 +507,14 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         held=held_bytes(model, job),
         types=types,
         runs=tuple(
-            (_layer_bytes(layer, adapted, job, types, is_padded), count) for layer, adapted, count in adapters.runs
+            (_layer_bytes(model, layer, adapted, job, types, is_padded), count) for layer, adapted, count in adapters.runs
         ),
         head_trained=head_trained,
         head_gradient_bytes=float(types.weights * model.embedding_params) if head_trained else 0.0,
         embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
-        optimizer_temporary_bytes=float(trained * trained_bytes)
-        if job.optim in {"adamw_torch", "sgd", "adagrad"}
-        else 0.0,
+        optimizer_temporary_bytes=float(trained * trained_bytes) if job.optim in {"adamw_torch", "sgd", "adagrad"} else 0.0,
         embedding_is_trained=embedding_trained,
     )
 

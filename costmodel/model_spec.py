@@ -58,8 +58,8 @@ class Linear:
 class Norm:
     """A norm: ``size`` weights (0: none), applied to ``width`` elements of each token.
 
-    ``kind``: ``rms`` (fp32 in Python), ``rms_offset`` (Gemma: weight + 1, in fp32), ``layer`` (one fused kernel), ``cohere``
-    (a layer norm in Python).
+    ``kind``: ``rms`` (normalised in fp32, weighed in the stream's type), ``rms_fp32`` (weighed in fp32 too), ``rms_offset``
+    (so, by weight + 1: Gemma), ``layer`` (one fused kernel), ``cohere`` (a layer norm in Python).
     """
 
     name: str
@@ -67,6 +67,7 @@ class Norm:
     width: int
     kind: str = "rms"
     bias: bool = False
+    reads_layer_input: bool = False
 
     @property
     def num_params(self) -> int:
@@ -98,6 +99,15 @@ class Attention:
     has_fused_kernel: bool = True  # False: transformers has no SDPA path for the family, it holds the score matrix
     index_width: int = 0  # elements of the queries that only choose which keys count (DeepSeek sparse attention)
     index_heads: int = 0
+    score: str = "plain"  # softmax in fp32; "sinks": in the compute type, with one more column; "softcap": tanh before it
+    has_output_gate: bool = False  # the result is multiplied by a sigmoid
+    fused_extra_width: int = 0  # elements of a fused projection that the values, a view of it, keep alive
+    copies_output: bool = False  # queries are laid out head by head, so the kernel's result is copied for the output linear
+
+    def eager_score_bytes(self, compute_bytes: int) -> int:
+        """Bytes that the eager form keeps for each head and pair of tokens."""
+        softmax = 4 + (compute_bytes if compute_bytes != 4 else 0)
+        return {"plain": softmax, "sinks": compute_bytes, "softcap": softmax + compute_bytes}[self.score]
 
     @property
     def query_width(self) -> int:
@@ -171,10 +181,12 @@ class Experts:
     router: str = "mlp.gate"  # the module of the router; its weight is (num_experts, router_features)
     router_features: int | None = None  # None: hidden_size; 0: the router is an nn.Linear among the layer's linears
     router_bias: bool = False
+    router_in_fp32: bool = False  # the router casts its input and weight to fp32
     router_was_linear: bool = True  # transformers 4 kept the router as an nn.Linear
     stack_names: tuple[str, ...] = ("gate_up_proj", "down_proj")
     is_gated: bool = True
     bias: bool = False
+    clamps: bool = False  # the gated product is clamped and shifted in Python (gpt-oss)
     runs_all: bool = False  # every token goes through every expert and is masked (Llama 4 in transformers)
 
     @property
@@ -236,7 +248,8 @@ class Layer:
     weights: tuple[Weights, ...] = ()
     scan: Scan | None = None
     mixer_experts: Experts | None = None  # routed query and output projections (JetMoe)
-    is_parallel: bool = False  # attention and MLP read the same layer input
+    is_parallel: bool = False  # attention and MLP both start from the layer's input
+    shares_input: bool = False  # and from one norm of it
     last_linear: str = ""  # the linear that ends the layer; "": something after it keeps a tensor for the backward
     has_dropout: bool = False  # the config sets a dropout after attention and MLP
     is_gated: bool = True  # the dense or shared MLP multiplies two branches
@@ -316,6 +329,10 @@ class ModelSpec:
     head_path: str = "lm_head"
     checkpoint_quantization: str | None = None  # mxfp4 | fp8: how the published weights are packed
     activations_checked: bool = True  # False: activation bytes follow from the layers but were held against no trace
+
+    def __hash__(self) -> int:
+        """Of a few fields only: specs are keys of many caches, and hashing every layer would cost more than it saves."""
+        return hash((self.name, self.family, self.hidden_size, self.vocab_size, self.tied_embeddings))
 
     @property
     def num_layers(self) -> int:

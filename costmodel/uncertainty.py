@@ -99,16 +99,16 @@ def nearest_runs(
     its source. ``distance``: 1 for a factor of four in active parameters or in tokens, for another kind of method, or for
     another card and stack; 2 between a dense model and a mixture of experts; the root of the sum of squares.
     """
-    kind, is_moe = job_kind(job), model.is_moe
     size, tokens = math.log(model.num_active_params), math.log(max(1.0, batch.num_tokens))
-    ranked = []
-    for run in measured_runs():
-        squares = ((size - run.log_active_params) ** 2 + (tokens - run.log_tokens) ** 2) / _LOG_FOUR_SQUARED
-        squares += (kind != run.kind) + 4.0 * (is_moe != run.is_moe)
-        squares += 0.5 * (gpu.name != run.gpu) + 0.5 * (job.framework != run.framework)
-        squares += 0.25 * (job.gradient_checkpointing != run.is_checkpointed)
-        ranked.append((squares, run.run, run))
-    ranked.sort(key=lambda entry: entry[:2])
+    alike = _runs_by_likeness(job_kind(job), model.is_moe, gpu.name, job.framework, job.gradient_checkpointing)
+    nearest: list[tuple[float, str, MeasuredRun]] = []
+    for squares, run in alike:
+        if len(nearest) == count and squares > nearest[-1][0]:
+            break  # what comes now is less alike already before its size is looked at
+        squares += ((size - run.log_active_params) ** 2 + (tokens - run.log_tokens) ** 2) / _LOG_FOUR_SQUARED
+        nearest.append((squares, run.run, run))
+        nearest.sort(key=lambda entry: entry[:2])
+        del nearest[count:]
     return tuple(
         {
             "run": run.run,
@@ -116,8 +116,22 @@ def nearest_runs(
             "estimated": run.estimated_seconds,
             "distance": math.sqrt(squares),
         }
-        for squares, _, run in ranked[:count]
+        for squares, _, run in nearest
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _runs_by_likeness(
+    kind: str, is_moe: bool, gpu: str, framework: str, is_checkpointed: bool
+) -> tuple[tuple[float, MeasuredRun], ...]:
+    """Each run with its squared distance in everything but size, nearest first."""
+    ranked = []
+    for run in measured_runs():
+        squares = (kind != run.kind) + 4.0 * (is_moe != run.is_moe)
+        squares += 0.5 * (gpu != run.gpu) + 0.5 * (framework != run.framework)
+        squares += 0.25 * (is_checkpointed != run.is_checkpointed)
+        ranked.append((squares, run))
+    return tuple(sorted(ranked, key=lambda entry: entry[0]))
 
 
 _LOG_FOUR_SQUARED: Final = math.log(4.0) ** 2

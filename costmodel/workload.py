@@ -156,8 +156,8 @@ def _expert_products(experts: Experts, adapted: LayerAdapters, full: bool, branc
         (stacks[-1:], out_stage, visits * matrix, "mlp_out", (width, hidden)),
     ):
         trained = full or any(name in adapted_names for name in name_in)
-        pair = [2.0 * visits * rank.get(place, 0) * features for features in shape]
-        products.append(_Product("experts", branch, stage, forward, forward if trained else 0.0, *pair))
+        into, out = (2.0 * visits * rank.get(place, 0) * features for features in shape)
+        products.append(_Product("experts", branch, stage, forward, forward if trained else 0.0, into, out))
     if experts.router_params:
         forward = 2.0 * experts.router_features_or_hidden * experts.num_experts
         trained = full or f"{experts.router}.weight" in adapted_names
@@ -326,6 +326,11 @@ def _attended(batch: Batch, window: int | None) -> float:
     return batch.num_tokens * (min(batch.context_tokens, window) if window else batch.context_tokens)
 
 
+def _skips_outside_window(job: ResolvedJob) -> bool:
+    """Whether the kernel leaves out what a sliding window masks: flash does, ``sdpa`` and ``eager`` multiply and mask."""
+    return job.attn_implementation.startswith("flash")
+
+
 def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
     """FLOPs of one micro-batch. Source of the factors: ``docs/formulas.md``, section FLOPs.
 
@@ -341,7 +346,7 @@ def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
     recompute = {group: value * tokens for group, value in work.recompute.items()}
     forward["adapter_merge"], backward["adapter_merge"] = work.merge_forward, work.merge_backward
     for window, pair_forward, pair_backward, _ in work.pairs:
-        attended = _attended(batch, window)
+        attended = _attended(batch, window if _skips_outside_window(job) else None)
         forward["attention_scores"] += pair_forward * attended
         backward["attention_scores"] += pair_backward * attended
     for chunk, chunk_forward, chunk_backward in work.chunks:
@@ -369,13 +374,14 @@ def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
 def model_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     """What the training needs in principle, the numerator of MFU.
 
-    No recompute, no second look at the scores, no merges, no experts that the router masks.
+    No recompute, no second look at the scores, nothing outside a sliding window, no merges, no masked experts.
     """
     counted = flops(model, job, batch)
     work = _work(model, job)
-    second_look = sum(again * _attended(batch, window) for window, _, _, again in work.pairs)
-    merges = work.merge_forward + work.merge_backward
-    return counted.forward_total + counted.backward_total - merges - second_look - work.masked * batch.num_tokens
+    executed = counted.forward["attention_scores"] + counted.backward["attention_scores"]
+    needed = sum((into + back - again) * _attended(batch, window) for window, into, back, again in work.pairs)
+    left_out = work.merge_forward + work.merge_backward + work.masked * batch.num_tokens
+    return counted.forward_total + counted.backward_total - executed + needed - left_out
 
 
 def hardware_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
@@ -467,4 +473,5 @@ def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
 
 def expected_experts_hit(num_experts: int, num_experts_per_tok: int, num_tokens: float) -> float:
     """Experts that at least one token visits, if the router spreads tokens evenly: E·(1 − (1 − K/E)^T)."""
-    return num_experts * (1.0 - (1.0 - num_experts_per_tok / num_experts) ** num_tokens)
+    missed: float = (1.0 - num_experts_per_tok / num_experts) ** num_tokens
+    return num_experts * (1.0 - missed)

@@ -287,11 +287,12 @@ class FTCostCallback(TrainerCallback):
         """Which run this is: the one whose checkpoint is resumed, or a new one."""
         if state.global_step == 0:
             return Identity(run_id=new_run_id())
+        why = "whose checkpoint holds no ledger of ours"
         for folder in _checkpoint_candidates(args, state):
             try:
                 ledger = read_ledger(folder)
             except CostModelError as error:
-                _log.warning("ftcost: %s", error)
+                why = str(error)
                 continue
             if ledger is None or ledger.global_step != state.global_step:
                 continue
@@ -307,10 +308,7 @@ class FTCostCallback(TrainerCallback):
                 earlier_pace=ledger.pace,
             )
             return _with_unsaved_tail(identity, run_file_path(output_dir))
-        note = (
-            f"resumed from step {state.global_step}, whose checkpoint holds no ledger of ours: "
-            "time, tokens and dollars begin here"
-        )
+        note = f"resumed from step {state.global_step}, {why}: time, tokens and dollars begin here"
         _log.warning("ftcost: %s", note)
         return Identity(run_id=new_run_id(), resumed_from_step=state.global_step, notes=(note,))
 
@@ -326,13 +324,18 @@ class FTCostCallback(TrainerCallback):
         if self._run is not None:
             self._run.micro_batch_ends()
 
-    @_guarded
+    # These two are only of use while profiling, and come with every step.
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
-            self._run.phase_ends()
+        if self._settings.profile_steps:
+            self._phase_ends()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._settings.profile_steps:
+            self._phase_ends()
 
     @_guarded
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def _phase_ends(self) -> None:
         if self._run is not None:
             self._run.phase_ends()
 

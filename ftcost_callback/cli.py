@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from costmodel.cli import FITS, app, run
+from costmodel.cli import COMMAND_SETTINGS, FITS, app, job_fields_from_flags, run, with_job_flags
 from costmodel.errors import CostModelError
 
 __all__ = ["app", "main"]
@@ -71,7 +71,41 @@ def wandb_workspace_command(
     return FITS
 
 
-# `calibrate` is added here, with @app.command("calibrate"); it can read W&B runs with wandb_reader.read_wandb_run.
+@app.command("calibrate", context_settings=COMMAND_SETTINGS)
+@with_job_flags
+def calibrate_command(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="A run.jsonl or the output_dir of a run, a batch sweep (.csv, .json), or wandb:ENTITY/PROJECT[/RUN].",
+        ),
+    ],
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Default: where --calibration auto finds it.")
+    ] = None,
+    as_json: _Json = False,
+    **flags: Any,
+) -> int:
+    """Fit the model to measured steps: a small file for --calibration. Flags override what was recorded of the job."""
+    import datetime
+
+    from costmodel import calibration as calibrations
+    from costmodel.estimation import ftcost_version
+    from ftcost_callback.calibrating import measured_steps
+
+    steps = measured_steps(runs, job_fields_from_flags(flags))
+    fitted = calibrations.fit(steps, created_on=datetime.date.today().isoformat(), ftcost_version=ftcost_version())
+    path = out or calibrations.default_path(fitted)
+    calibrations.write_calibration(path, fitted)
+    if as_json:
+        from costmodel.report import to_json
+
+        print(to_json({"file": path, **fitted.to_dict()}))
+    else:
+        print(fitted.sentence())
+    print(f"ftcost: wrote {path}; use it with --calibration {'auto' if out is None else path}", file=sys.stderr)
+    return FITS
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ from ftcost_callback.reporting import (
     tokens_seen,
     window_of,
 )
-from ftcost_callback.run_file import Ledger, RunFile, run_file_path, write_ledger
+from ftcost_callback.run_file import Ledger, RunFile, StepThinner, run_file_path, write_ledger
 from ftcost_callback.session_plan import Identity, Plan, Settings
 from ftcost_callback.sinks.base import FanOut, Sink
 from ftcost_callback.sinks.console import budget_line
@@ -118,6 +118,8 @@ class LiveRun:
         self.tokens: TokenCounter | None = None
         self.sampler: GpuSampler | None = None
         self.file: RunFile | None = None
+        self._thinner = StepThinner()
+        self._log_seconds = 0.0
         self._sinks = FanOut(sinks)
         self._budget = BudgetWatch(crossed=identity.crossed_thresholds)
         self._step_clock: HostStepClock | CudaStepClock = HostStepClock(clock)
@@ -131,7 +133,7 @@ class LiveRun:
         self._num_micro_batches = 0
         self._phase_times: list[float] = []
         self._num_profiled = 0
-        self._reported_at = self._flushed_at = 0.0
+        self._reported_at = self._flushed_at = self._step_ended_at = 0.0
         self._last_report_step = 0
         self._last_step = 0
         self._first_prediction: Prediction | None = None
@@ -210,7 +212,7 @@ class LiveRun:
             self._write(self._prediction)
         self._flush()
         self._sinks.open(session, self._prediction)
-        self._reported_at = self._clock()
+        self._reported_at = self._step_ended_at = self._clock()
         self._processor_wait = self._boundary.call("processor wait", ProcessorWait)
         atexit.register(self._interpreter_exits)
         self.pause("other")  # our own preparations
@@ -454,10 +456,16 @@ class LiveRun:
         self._num_profiled += bool(self._phase_times)
         self._in_step = False
         self._last_step = global_step
-        rows = self._resolve_steps(wait=bool(pauses_to_come))
+        now = self._clock()
+        step_seconds, self._step_ended_at = now - self._step_ended_at, now
+        # Steps are settled some at once, which costs a fraction of doing it for each; early enough that what waits never
+        # stands for more than the allowed time when the next step ends.
+        is_due = now + step_seconds - self._flushed_at >= FLUSH_SECONDS or self._settings.wandb_every == "step"
+        stop = reported = False
+        if pauses_to_come or is_due:
+            stop, reported = self._settle_steps(wait=bool(pauses_to_come), log_follows=log_follows)
         if pauses_to_come:
             self._boundary.call("peak memory", self._peaks.step_ends)
-        stop, reported = self._after_steps(rows, log_follows=log_follows)
         self._host_mark = self._clock()
         if reported and not log_follows:
             self.pause("log")  # our own report, which no pause of the Trainer follows
@@ -528,8 +536,12 @@ class LiveRun:
             spent_usd=self._spent_usd(timing.elapsed_seconds),
         )
 
-    def _after_steps(self, rows: list[Step], *, log_follows: bool) -> tuple[bool, bool]:
-        """Report if one is due, write the rows, watch the budget. (stop training, a report was made)."""
+    def _settle_steps(self, *, wait: bool, log_follows: bool) -> tuple[bool, bool]:
+        """Take in the steps that have ended, report if that is due, write the rows, watch the budget.
+
+        (Stop training, a report was made.)
+        """
+        rows = self._resolve_steps(wait=wait)
         report_due = (
             bool(rows)
             and self.recorder.num_measured_steps > 0
@@ -540,13 +552,9 @@ class LiveRun:
             completed = self._boundary.call("report", lambda: self._report(last, with_experts=log_follows))
             rows[-1] = completed if completed is not None else last
         for row in rows:
-            self._write(row)
-        stop = self._check_budget()
-        # Early enough that what waits never stands for more than the allowed time when the next step ends.
-        next_step_seconds = rows[-1].step_seconds if rows else 0.0
-        if report_due or self._clock() + next_step_seconds - self._flushed_at >= FLUSH_SECONDS:
-            self._flush()
-        return stop, report_due
+            self._write_step(row)
+        self._flush()
+        return self._check_budget(), report_due
 
     # --- pauses -------------------------------------------------------------------------------------------------------
 
@@ -566,7 +574,7 @@ class LiveRun:
         """A pause begins: the steps before it are over, or are waited for."""
         if self._pending:
             for row in self._resolve_steps(wait=True):
-                self._write(row)
+                self._write_step(row)
             self._boundary.call("peak memory", self._peaks.step_ends)
             self._flush()
 
@@ -574,7 +582,7 @@ class LiveRun:
         """What passed since the last step or pause was a pause of this kind."""
         self.wait_for_steps()
         seconds = self.recorder.pause(kind, global_step=self._last_step)
-        self._write(Pause(kind=kind, global_step=self._last_step, seconds=seconds))
+        self._write_pause(kind, seconds)
         self._pauses_to_come -= {kind}
         self._boundary.call("peak memory", self._peaks.pause_ends)
         self._host_mark = self._clock()
@@ -586,6 +594,7 @@ class LiveRun:
             if checkpoint_dir.is_dir():
                 write_ledger(checkpoint_dir, self.ledger())
 
+        self._write_what_waits()  # the ledger and the record agree
         self._flush()
         self._boundary.call("checkpoint ledger", write)
 
@@ -624,6 +633,7 @@ class LiveRun:
         if self._last_step > self._last_report_step:
             self._boundary.call("report", lambda: self._report(None, with_experts=True))
         seconds = self.recorder.close()
+        self._write_what_waits()
         self._write(Pause(kind="other", global_step=self._last_step, seconds=seconds))
         summary = self._boundary.call("summary", self._summary)
         if summary is not None:
@@ -654,6 +664,7 @@ class LiveRun:
         self.failed(None, retried_with=retried_with)
         self.wait_for_steps()
         seconds = self.recorder.close()
+        self._write_what_waits()
         self._write(Pause(kind="other", global_step=self._last_step, seconds=seconds))
         self.release()
         return Identity(
@@ -669,7 +680,11 @@ class LiveRun:
 
     def _interpreter_exits(self) -> None:
         """Training never ended in order: look at what ended the program, which was told to no callback."""
+        for row in self._resolve_steps(wait=False):
+            self._write_step(row)
+        self._write_what_waits()
         self.failed(getattr(sys, "last_value", None))
+        self._flush()
 
     def release(self) -> None:
         """Hooks, thread and file are gone. May be called at any time, more than once."""
@@ -889,6 +904,27 @@ class LiveRun:
         if self.file is not None:
             file = self.file
             self._boundary.call("run record", lambda: file.append(row))
+
+    def _write_step(self, row: Step) -> None:
+        thinned = self._thinner.add(row)
+        if thinned is not None:
+            self._write(thinned)
+
+    def _write_pause(self, kind: PauseKind, seconds: float) -> None:
+        """Log pauses of a very long run wait for the next step row that is written."""
+        if kind == "log" and self._thinner.is_thinning:
+            self._log_seconds += seconds
+            return
+        self._write(Pause(kind=kind, global_step=self._last_step, seconds=seconds))
+
+    def _write_what_waits(self) -> None:
+        """The steps and log pauses that a thinned record has not said yet."""
+        row = self._thinner.take()
+        if row is not None:
+            self._write(row)
+        if self._log_seconds:
+            self._write(Pause(kind="log", global_step=self._last_step, seconds=self._log_seconds))
+            self._log_seconds = 0.0
 
     def _flush(self) -> None:
         self._flushed_at = self._clock()

@@ -124,6 +124,7 @@ class Step(Row):
     global_step: int
     session_index: int
     step_seconds: float
+    num_steps: int | None = None  # in a very long run a row stands for several steps: seconds and tokens are their means
     data_wait_seconds: float | None = None
     num_micro_batches: int | None = None
     num_tokens: int | None = None

@@ -36,6 +36,7 @@ from ftcost_callback.records import (
 FOLDER_NAME: Final = "_ftcost"  # the underscore keeps push_to_hub from publishing it
 FILE_NAME: Final = "run.jsonl"
 LEDGER_NAME: Final = "ftcost_ledger.json"
+FULL_STEPS: Final = 50_000  # about 15 MB; a fine-tune rarely has more
 
 _RowType = TypeVar("_RowType", bound=Row)
 
@@ -83,6 +84,56 @@ class RunFile:
             _write_rows(descriptor, self._waiting, os.getpid())
         finally:
             os.close(descriptor)
+
+
+class StepThinner:
+    """Keeps the record of a very long run bounded: up to ``full_steps`` a row each step, then a row each 2, 4, 8, ...
+    steps, doubling as the run doubles.
+
+    Such a row has ``num_steps``; its seconds and tokens are means, and whatever is a state (elapsed time, dollars) is the
+    last step's.
+    """
+
+    def __init__(self, full_steps: int = FULL_STEPS) -> None:
+        self._full_steps = full_steps
+        self._num_rows = 0  # of single steps so far
+        self._waiting: list[Step] = []
+
+    @property
+    def is_thinning(self) -> bool:
+        return self._num_rows > self._full_steps
+
+    def add(self, row: Step) -> Step | None:
+        """The row to write now, if any."""
+        self._num_rows += 1
+        if self._num_rows <= self._full_steps:
+            return row
+        self._waiting.append(row)
+        stride = 2 << ((self._num_rows - 1) // self._full_steps).bit_length() - 1
+        return self.take() if len(self._waiting) >= stride else None
+
+    def take(self) -> Step | None:
+        """What waits, as one row; ``None`` if nothing does."""
+        rows, self._waiting = self._waiting, []
+        if len(rows) <= 1:
+            return rows[0] if rows else None
+        seconds = {name: _mean(rows, name) for name in _STEP_SECONDS}
+        tokens = {name: round(mean) if (mean := _mean(rows, name)) is not None else None for name in _STEP_COUNTS}
+        longest = max((row.longest_sequence_tokens or 0 for row in rows), default=0)
+        repeated = True if all(row.repeated for row in rows) else None
+        last: Any = rows[-1]
+        return dataclasses.replace(
+            last, **seconds, **tokens, longest_sequence_tokens=longest or None, repeated=repeated, num_steps=len(rows)
+        )
+
+
+_STEP_SECONDS: Final = ("step_seconds", "data_wait_seconds", "forward_backward_seconds", "optimizer_seconds")
+_STEP_COUNTS: Final = (*TOKEN_FIELDS, "num_micro_batches")
+
+
+def _mean(rows: list[Step], name: str) -> float | None:
+    values = [getattr(row, name) for row in rows]
+    return None if any(value is None for value in values) else sum(values) / len(values)
 
 
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
@@ -257,13 +308,15 @@ class _RowTotals:
                 self.totals = dataclasses.replace(self.totals, **known)
             self.totals = self.totals.plus(startup_seconds=row.get("startup_seconds", 0.0))
         elif kind == Step.TYPE:
-            seconds = row["step_seconds"]
+            count = row.get("num_steps", 1)
+            seconds = row["step_seconds"] * count
+            tokens = {name: value * count if (value := row.get(name)) is not None else None for name in TOKEN_FIELDS}
             self.totals = self.totals.plus(
                 train_seconds=seconds,
-                data_wait_seconds=row.get("data_wait_seconds", 0.0),
+                data_wait_seconds=row.get("data_wait_seconds", 0.0) * count,
                 wasted_seconds=seconds if row.get("repeated") else 0.0,
-                num_steps=1,
-            ).plus_tokens(TokenCounts(**{name: row.get(name) for name in TOKEN_FIELDS}))
+                num_steps=count,
+            ).plus_tokens(TokenCounts(**tokens))
             self.spent_usd = row.get("spent_usd", self.spent_usd)
         elif kind == Pause.TYPE:
             self.totals = self.totals.plus(**{f"{row['kind']}_seconds": row["seconds"]})

@@ -78,11 +78,11 @@ class LogFigures(TrainerCallback):
 
     def __init__(self, latest: LatestWindowSink) -> None:
         self.added: dict[str, float] = {}
-        self._latest = latest
+        self._latest: LatestWindowSink | None = latest
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.added = {}
-        if logs is None:
+        if logs is None or self._latest is None:
             return
         try:
             window = self._latest.take(state.global_step)
@@ -93,7 +93,10 @@ class LogFigures(TrainerCallback):
                 state.log_history[-1].update(self.added)
             logs.update(self.added)
         except Exception:
-            _log.warning("ftcost: nothing was added to the Trainer's logs at step %s", state.global_step, exc_info=True)
+            _log.warning(
+                "ftcost: nothing was added to the Trainer's logs, from step %s on", state.global_step, exc_info=True
+            )
+            self._latest = None
 
 
 class HideFigures(TrainerCallback):

@@ -52,7 +52,7 @@ def open_run_or_offline(args: Any) -> bool:
 def _open_without_server(wandb: Any, fields: dict[str, Any], reason: Exception) -> Any:
     why = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
     try:
-        run = wandb.init(**fields, mode="offline")
+        run = _init_offline(wandb, fields)
     except Exception as error:
         _log.warning("ftcost: W&B can be used neither online (%s) nor offline (%s); nothing goes there", why, error)
         return wandb.init(**fields, mode="disabled")
@@ -63,6 +63,15 @@ def _open_without_server(wandb: Any, fields: dict[str, Any], reason: Exception) 
         shlex.quote(str(folder)),
     )
     return run
+
+
+def _init_offline(wandb: Any, fields: dict[str, Any]) -> Any:
+    try:
+        return wandb.init(**fields, mode="offline")
+    except Exception:
+        # A run with an id of its own (WANDB_RUN_ID) is still held by the attempt that failed: begin with a new client.
+        wandb.teardown()
+        return wandb.init(**fields, mode="offline")
 
 
 def _settings(wandb: Any) -> Any:

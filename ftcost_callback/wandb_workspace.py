@@ -7,6 +7,7 @@ well, so that what the user logs beside stands in sections of its own.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Final
 
 from costmodel.errors import CostModelError, MissingExtraError
@@ -69,8 +70,9 @@ _SECTIONS: Final[tuple[tuple[str, tuple[tuple[str, tuple[str, ...], float | None
 def build_workspace(entity: str, project: str) -> Any:
     """The workspace, not saved. Asks the network nothing. Raises :class:`MissingExtraError` without wandb-workspaces."""
     try:
-        import wandb_workspaces.reports.v2 as reports
-        import wandb_workspaces.workspaces as workspaces
+        # Its modules fill their names at run time, which a type checker does not see.
+        reports: Any = importlib.import_module("wandb_workspaces.reports.v2")
+        workspaces: Any = importlib.import_module("wandb_workspaces.workspaces")
     except ImportError:
         raise MissingExtraError("wandb-workspaces", "workspace", "a W&B workspace") from None
 

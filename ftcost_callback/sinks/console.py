@@ -1,7 +1,12 @@
-"""One readable line at each log, a line at the start, a block at the end. Plain text on stderr, without colour."""
+"""One readable line at each log, a line at the start, a block at the end. Plain text without colour.
+
+In a terminal on stderr, above the Trainer's progress bar. In a notebook, where stderr is shown as an error and lines pile up
+under the Trainer's table, on stdout, with the line of the last log in one place that is written over.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any, Final, TextIO
@@ -13,12 +18,14 @@ PREFIX: Final = "ftcost: "
 
 
 class ConsoleSink:
-    """Writes to ``stream`` (default: stderr), above the Trainer's progress bar where there is one."""
+    """Writes to ``stream`` (default: stderr, or a notebook's output), above the Trainer's progress bar."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
+        self._live: Any = None  # a notebook's place for the line of the last log
 
     def open(self, session: Session, prediction: Prediction | None) -> None:
+        self._live = None
         if session.resumed_from_step:
             earlier = sum((session.earlier_seconds or {}).values())
             self._write(f"resumed at step {session.resumed_from_step}, {duration(earlier)} spent before")
@@ -32,8 +39,17 @@ class ConsoleSink:
 
     def log(self, window: Window, extra: Mapping[str, Any]) -> None:
         line = window_line(window)
-        if line is not None:
+        if line is None:
+            return
+        display = notebook_display() if self._stream is None else None
+        if display is None:
             self._write(line)
+            return
+        content = {"text/plain": PREFIX + line}
+        if self._live is None:
+            self._live = display(content, raw=True, display_id=True)
+        else:
+            self._live.update(content, raw=True)
 
     def alert(self, budget: Budget) -> None:
         self._write(budget_line(budget))
@@ -43,6 +59,9 @@ class ConsoleSink:
             self._write(line)
 
     def _write(self, line: str) -> None:
+        if self._stream is None and notebook_display() is not None:
+            print(PREFIX + line, flush=True)
+            return
         stream = self._stream if self._stream is not None else sys.stderr
         tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if tqdm is not None and getattr(tqdm, "_instances", None):
@@ -50,6 +69,15 @@ class ConsoleSink:
         else:
             stream.write(PREFIX + line + "\n")
             stream.flush()
+
+
+def notebook_display() -> Any:
+    """IPython's ``display`` in a kernel (Jupyter, Colab, VS Code); ``None`` in a terminal, IPython's own too."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None or "IPKernelApp" not in shell.config:
+        return None
+    return importlib.import_module("IPython.display").display
 
 
 def prediction_line(prediction: Prediction) -> str:

@@ -111,7 +111,7 @@ class WandbSink:
 
     def alert(self, budget: Budget) -> None:
         run = self._find_run()
-        if run is None or (budget.kind, budget.threshold) in self._alerted:
+        if run is None or run.disabled or (budget.kind, budget.threshold) in self._alerted:
             return
         self._alerted.add((budget.kind, budget.threshold))  # the client does not de-duplicate
         # Step and time stand in the text: an alert of an offline run arrives when it is synced.
@@ -184,6 +184,7 @@ class WandbSink:
 
 def server_answers(base_url: str) -> bool:
     """Whether a W&B server answers at all within :data:`PROBE_SECONDS`. A refusal is an answer, a fault of it is not."""
+    import ssl
     import urllib.error
     import urllib.request
 
@@ -192,6 +193,8 @@ def server_answers(base_url: str) -> bool:
             return True
     except urllib.error.HTTPError as error:
         return error.code < 500
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # it is there; whom the client trusts is the client's affair
     except (OSError, ValueError):
         return False
 

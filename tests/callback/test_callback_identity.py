@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tiny_runs import TokenRows, pad_right, tiny_llama, tiny_mixtral, tiny_trainer
+from tiny_runs import TokenRows, pad_right, tiny_llama, tiny_mixtral, tiny_olmoe, tiny_qwen3_moe, tiny_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftcost_callback import FTCostCallback
@@ -46,7 +46,10 @@ def trained(output_dir: Path, callbacks: list[Any], factory: Any, **changes: Any
     }
 
 
-@pytest.mark.parametrize("factory", [tiny_llama, pytest.param(tiny_mixtral, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "factory",
+    [tiny_llama, *(pytest.param(each, marks=pytest.mark.slow) for each in (tiny_mixtral, tiny_qwen3_moe, tiny_olmoe))],
+)
 def test_losses_weights_and_random_states_are_bit_identical(tmp_path: Path, factory: Any) -> None:
     without = trained(tmp_path / "without", [], factory)
     measuring = FTCostCallback(
@@ -107,3 +110,13 @@ def test_nothing_between_rows_waits_for_the_device() -> None:
     assert reads.seen == []
     # A few operators a micro-batch, however deep the model is.
     assert with_us.num_operators - without.num_operators < 40
+
+
+def test_a_whole_training_adds_no_host_read(tmp_path: Path) -> None:
+    def reads(callbacks: list[Any]) -> dict[str, int]:
+        trainer = tiny_trainer(tmp_path, callbacks, model=tiny_mixtral(), max_steps=8, logging_steps=4)
+        with HostReads() as spy:
+            trainer.train()
+        return {name: spy.seen.count(name) for name in set(spy.seen)}
+
+    assert reads([FTCostCallback(sinks=[InMemorySink()], budget_usd=1.0, usd_per_gpu_hour=1.0)]) == reads([])

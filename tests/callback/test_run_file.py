@@ -9,7 +9,7 @@ import pytest
 from costmodel.errors import CostModelError
 from ftcost_callback.recorder import Pace, Totals
 from ftcost_callback.records import ExpertLoad, Pause, Prediction, Session, Step
-from ftcost_callback.run_file import Ledger, RunFile, read_ledger, read_run, run_file_path, write_ledger
+from ftcost_callback.run_file import Ledger, RunFile, StepThinner, read_ledger, read_run, run_file_path, write_ledger
 
 
 def session(run_id: str = "aaa", session_index: int = 0, **fields: Any) -> Session:
@@ -173,3 +173,19 @@ def test_a_checkpoint_without_a_ledger_and_one_that_is_broken(tmp_path: Path) ->
     (tmp_path / "ftcost_ledger.json").write_text('{"run_id": "a"')
     with pytest.raises(CostModelError, match="cannot be read as a ledger"):
         read_ledger(tmp_path)
+
+
+def test_a_very_long_run_has_a_row_for_several_steps_and_the_same_totals(tmp_path: Path) -> None:
+    thinner = StepThinner(full_steps=4)
+    rows = [thinner.add(step(number, elapsed_seconds=2.0 * number, data_wait_seconds=number / 10)) for number in range(1, 31)]
+    written = [row for row in rows if row is not None]
+    last = thinner.take()
+    assert last is not None
+    # 1 to 4 alone, then 2 at a time up to 8, 4 up to 16, 8 from there on.
+    assert [row.global_step for row in (*written, last)] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 30]
+    assert [row.num_steps for row in written] == [None] * 4 + [2, 2, 4, 4, 8]
+    assert (written[4].step_seconds, written[4].data_wait_seconds, written[4].elapsed_seconds) == (2.0, 0.55, 12.0)
+    write(tmp_path, session(), *written, last)
+    totals = read_run(tmp_path).totals
+    assert (totals.num_steps, totals.train_seconds, totals.num_tokens) == (30, 60.0, 300)
+    assert totals.data_wait_seconds == pytest.approx(sum(range(1, 31)) / 10)

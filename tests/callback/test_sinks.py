@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import re
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import tiny_trainer
 
+from ftcost_callback import FTCostCallback
 from ftcost_callback.records import Budget, Prediction, Session, Summary, Window
 from ftcost_callback.sinks import ConsoleSink, FanOut, InMemorySink, Sink
 from ftcost_callback.sinks.base import MAX_FAILURES
@@ -158,6 +164,73 @@ def test_the_console_from_start_to_end() -> None:
         "1,234,567 tokens, 353 tokens/s, MFU 40.0%, peak 1.50 GiB allocated",
         "step 1.04x the prediction: on plan",
     ]
+
+
+def notebook(monkeypatch: pytest.MonkeyPatch, *, is_kernel: bool) -> list[tuple[str, str]]:
+    """An IPython, in a kernel or in a terminal; returns what it is made to show: (place, text)."""
+    shown: list[tuple[str, str]] = []
+
+    class Handle:
+        def __init__(self, place: int) -> None:
+            self.place = f"place {place}"
+
+        def update(self, content: dict[str, str], *, raw: bool) -> None:
+            shown.append((self.place, content["text/plain"]))
+
+    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        handle = Handle(len({place for place, _ in shown}) + 1)
+        handle.update(content, raw=raw)
+        return handle
+
+    ipython, module = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    config = {"IPKernelApp": {}} if is_kernel else {}
+    ipython.get_ipython = lambda: types.SimpleNamespace(config=config)  # type: ignore[attr-defined]
+    module.display = display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return shown
+
+
+def test_in_a_notebook_the_live_line_is_written_over_in_one_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = notebook(monkeypatch, is_kernel=True)
+    sink = ConsoleSink()
+    for steps in ((120, 240), (10,)):  # two trainings, a place for each
+        sink.open(SESSION, PREDICTION)
+        for step in steps:
+            sink.log(dataclasses.replace(WINDOW, global_step=step), {})
+        sink.close(SUMMARY)
+    assert [(place, text.partition(":")[2].partition(":")[0]) for place, text in shown] == [
+        ("place 1", " step 120/1000"),
+        ("place 1", " step 240/1000"),
+        ("place 2", " step 10/1000"),
+    ]
+    printed = capsys.readouterr()
+    assert printed.err == ""  # a notebook shows that in red
+    assert printed.out.splitlines()[0].startswith("ftcost: predicted: $6.65")
+    assert printed.out.count("ftcost: finished at step 1000") == 2
+    assert "step 120/1000" not in printed.out
+
+
+def test_ipython_in_a_terminal_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = notebook(monkeypatch, is_kernel=False)
+    ConsoleSink().log(WINDOW, {})
+    assert shown == []
+    assert capsys.readouterr().err.startswith("ftcost: step 120/1000")
+
+
+def test_with_the_trainers_progress_bar_each_line_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tiny_trainer(tmp_path, [FTCostCallback(usd_per_gpu_hour=2.0, predict=False)], disable_tqdm=False)
+    assert "ProgressCallback" in [type(each).__name__ for each in made.callback_handler.callbacks]
+    made.train()
+    shown = capsys.readouterr().err
+    assert "4/4" in shown  # the bar
+    lines = re.findall(r"(.?)(ftcost: [^\r\n]*)(.)", shown, flags=re.DOTALL)
+    assert [line for _, line, _ in lines if ": step " in line] != []
+    assert {before for before, _, _ in lines} <= {"\r", "\n"}  # the bar was wiped away first
+    assert {after for _, _, after in lines} == {"\n"}
+    assert "\x1b" not in "".join(line for _, line, _ in lines)  # no colour
 
 
 def test_without_a_price_the_console_counts_hours() -> None:

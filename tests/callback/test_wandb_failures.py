@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -144,6 +145,12 @@ def healthy(server: WandbServer) -> None:
         pytest.param(dead, {}, id="nobody listens"),
         pytest.param(failing, {}, id="500", marks=pytest.mark.slow),
         pytest.param(hanging, {}, id="no answer", marks=pytest.mark.slow),
+        pytest.param(
+            dead,
+            {"WANDB_RUN_ID": "again", "WANDB_RESUME": "allow"},
+            id="nobody listens, a run to go on with",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_that_cannot_be_opened_is_kept_offline(
@@ -154,10 +161,27 @@ def test_a_run_that_cannot_be_opened_is_kept_offline(
     assert_trained_to_the_end(training)
     assert training.result["mode"] == "offline"
     assert training.rows_on_disk == ALL
-    (line,) = [each for each in training.said.splitlines() if "wandb sync" in each]
-    folder = Path(line.rpartition("wandb sync ")[2].strip("'"))
+    folder = Path(sync_command(training)[-1])
     assert folder.is_dir()
-    assert list(folder.glob("run-*.wandb")) != []
+    assert len(list(folder.glob("run-*.wandb"))) == 1
+
+
+@pytest.mark.slow
+def test_the_line_that_is_said_delivers_the_run_later(server: WandbServer, tmp_path: Path) -> None:
+    server.die()
+    training = train(server, tmp_path)
+    server.start()
+    command = [str(Path(sys.executable).parent / "wandb"), *sync_command(training)[1:]]
+    variables = os.environ | server.environment(str(tmp_path)) | {"WANDB_MODE": "online"}
+    subprocess.run(command, env=variables, check=True, capture_output=True, timeout=60)
+    assert on_server(server) == ALL
+    assert server.run.summary["ftcost/summary/global_step"] == NUM_STEPS
+
+
+def sync_command(training: Training) -> list[str]:
+    """As it stands in the one line."""
+    (line,) = [each for each in training.said.splitlines() if "wandb sync" in each]
+    return shlex.split(line[line.index("wandb sync") :])
 
 
 @pytest.mark.parametrize(

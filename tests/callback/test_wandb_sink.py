@@ -205,10 +205,13 @@ def test_wandb_not_installed_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
 def test_disabled_mode_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     wandb.init(project="ftcost-test")
-    sink = WandbSink(detail="full")
+    asked: list[str] = []
+    sink = WandbSink(detail="full", is_reachable=lambda url: bool(asked.append(url)))
     sink.open(SESSION, PREDICTION)
     sink.log(Window(global_step=1, mfu=0.1), {})
+    sink.alert(Budget(threshold="80 %", kind="usd", limit=1.0, spent=0.85, global_step=4, action="warned"))
     sink.close(SUMMARY)
+    assert asked == []
     assert list(tmp_path.glob("wandb/offline-run-*")) == []
 
 
@@ -267,7 +270,7 @@ def test_without_a_price_losses_stand_against_hours(tmp_path: Path) -> None:
 class OnlineRun:
     """Just enough of an online run to be alerted."""
 
-    offline = False
+    offline = disabled = False
 
     def __init__(self) -> None:
         self.alerts: list[str] = []

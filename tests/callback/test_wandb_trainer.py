@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_runs import TickingClock, TokenRows, tiny_mixtral, tiny_trainer
+from tiny_runs import TickingClock, TokenRows, stop_at, tiny_mixtral, tiny_trainer
 from wandb_files import OFFLINE_ENVIRONMENT, history, merged, records
 
 from ftcost_callback import FTCostCallback
@@ -137,7 +137,7 @@ class OwnLogging:
 def test_evaluations_saves_a_resume_and_others_logging_lose_and_move_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = trainer(tmp_path, [OwnLogging(), measuring(dry_run_steps=6)])
+    first = trainer(tmp_path, [OwnLogging(), measuring(), stop_at(6)])
     first.train()
     assert wandb.run is not None
     run_id = wandb.run.id

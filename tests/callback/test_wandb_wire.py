@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_runs import TickingClock, TokenRows, tiny_mixtral, tiny_trainer
+from tiny_runs import TickingClock, TokenRows, stop_at, tiny_mixtral, tiny_trainer
 from wandb_server import ENTITY, WandbServer
 
 from costmodel.errors import CostModelError
@@ -39,16 +39,14 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
     assert listening.unknown_operations == set()
 
 
-def train(folder: Path, *, resume: str | None = None, **changes: Any) -> None:
-    callback = FTCostCallback(
-        usd_per_gpu_hour=3600.0, gpu="NVIDIA A40", detail="full", budget_usd=0.001, **changes.pop("arguments", {})
-    )
+def train(folder: Path, *, resume: str | None = None, until: int = 6, **changes: Any) -> None:
+    callback = FTCostCallback(usd_per_gpu_hour=3600.0, gpu="NVIDIA A40", detail="full", budget_usd=0.001)
     callback._clock = TickingClock()
     rows = [TokenRows()[place] for place in range(len(TokenRows()))]
     fields: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     fields |= {"save_strategy": "steps", "save_steps": 4, "report_to": ["wandb"], "run_name": "tiny"}
     fields |= {"train_dataset": rows, "eval_dataset": rows, "model": tiny_mixtral()}
-    tiny_trainer(folder / "out", [callback], **(fields | changes)).train(resume_from_checkpoint=resume)
+    tiny_trainer(folder / "out", [callback, stop_at(until)], **(fields | changes)).train(resume_from_checkpoint=resume)
     wandb.finish()
 
 
@@ -87,7 +85,7 @@ def test_a_resume_in_a_new_session_of_the_client_goes_on_in_the_same_run(
 ) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", "again1")
     monkeypatch.setenv("WANDB_RESUME", "allow")
-    train(tmp_path, arguments={"dry_run_steps": 4})
+    train(tmp_path, until=4)
     before = len(server.run.history)
     train(tmp_path, resume=str(tmp_path / "out" / "checkpoint-4"))
     run = server.run  # still the only one

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from wandb_server import WandbServer
+from wandb_server import Fault, WandbServer
 
 from costmodel.cli import run
 from ftcost_callback.cli import app
@@ -20,6 +20,8 @@ from ftcost_callback.metrics import METRICS
 
 wandb = pytest.importorskip("wandb")
 pytest.importorskip("wandb_workspaces")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style")  # wandb-workspaces' own
 
 # Section -> (title, x, y) of each chart. The keys are the contract's, so this is what a dashboard stands on.
 STEP = "train/global_step"
@@ -132,6 +134,6 @@ def test_a_wrong_path_is_said(path: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_server_that_refuses_is_said(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.die()
+    server.faults["graphql"] = Fault(status=401)
     assert run(["wandb-workspace", "tester/wire"], application=app) == 2
     assert "W&B did not take the workspace for tester/wire" in capsys.readouterr().err

@@ -15,8 +15,7 @@ import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -392,22 +391,10 @@ def _parquet(server: WandbServer, variables: dict[str, Any]) -> dict[str, Any]:
     return {"project": {"run": {"parquetHistory": {"parquetUrls": [], "liveData": rows}}}}
 
 
-def _run_state(server: WandbServer, variables: dict[str, Any]) -> dict[str, Any]:
-    run = _find(server, variables)
-    return {"project": {"run": {"state": run.state if run is not None else None}}}
-
-
-def _project(server: WandbServer, variables: dict[str, Any]) -> dict[str, Any]:
-    return {"project": {"id": "1", "internalId": "1", "name": variables.get("name") or variables.get("project")}}
-
-
 _ANSWERS: dict[str, _Answer] = {
     "Viewer": _viewer,
     "GetDefaultEntity": _viewer,
-    "GetViewer": _viewer,
-    "ServerInfo": _viewer,
     "ServerFeaturesQuery": _features,
-    "OrgFeatureFlags": lambda server, variables: {"organization": {"featureFlags": []}},
     "RunResumeStatus": _resume_status,
     "UpsertBucket": _upsert,
     "CreateRunFiles": _create_files,
@@ -415,20 +402,12 @@ _ANSWERS: dict[str, _Answer] = {
     "NotifyScriptableRunAlert": _alert,
     "RunStoppedStatus": _stop_status,
     "UpsertView2": _view,
-    "Project": _project,
     "Run": _read_run,
-    "GetRun": _read_run,
-    "GetLightRun": _read_run,
     "Runs": _read_runs,
-    "GetRuns": _read_runs,
-    "GetLightRuns": _read_runs,
-    "RunState": _run_state,
-    "GetRunState": _run_state,
     "RunHistoryKeys": _read_run,
     "RunParquetHistory": _parquet,
     "HistoryPage": _page,
     "SampledHistoryPage": _sampled_page,
-    "RunSampledHistory": _sampled_page,
 }
 
 
@@ -519,18 +498,3 @@ def _handler_of(server: WandbServer) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content)
 
     return Handler
-
-
-@contextlib.contextmanager
-def patience(seconds: float) -> Iterator[Callable[[Callable[[], bool]], None]]:
-    """``wait(condition)`` returns as soon as ``condition()`` holds; raises ``TimeoutError`` after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-
-    def wait(condition: Callable[[], bool]) -> None:
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            pause.wait(0.02)
-
-    yield wait

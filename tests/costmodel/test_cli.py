@@ -110,6 +110,7 @@ FLAG_VALUES: dict[str, tuple[str | None, Any]] = {
     "save_only_model": (None, True),
     "framework": ("trl", "trl"),
     "framework_version": ("4.40", "4.40"),  # text: 4.4 would be another version
+    "calibration": ("auto", "auto"),
     "usd_per_gpu_hour": ("0.79", 0.79),
     "cloud": ("RunPod", "RunPod"),
     "tier": ("spot", "spot"),

@@ -1,0 +1,213 @@
+"""Measured steps for :mod:`costmodel.calibration`: from run records, W&B runs and batch-sweep files.
+
+A batch-sweep file is a CSV whose columns are job fields beside ``step_seconds``, one measured batch a row; or JSON: a list
+of such rows, or ``{"job": {fields of all rows}, "steps": [rows]}``.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from costmodel.calibration import MeasuredStep
+from costmodel.errors import CostModelError
+from costmodel.estimation import TokensSeen, measured_step
+from costmodel.specs import Job
+from ftcost_callback.records import Step
+from ftcost_callback.run_file import RunRecord, read_run
+
+WANDB_SCHEME: Final = "wandb:"
+SECONDS_COLUMN: Final = "step_seconds"
+
+# NVML's clock event reasons for heat, a failing supply or the power brake. Many cards always run at their power cap (0x04).
+_SLOWED_DOWN: Final = 0x08 | 0x20 | 0x40 | 0x80
+_WARM_UP_STEPS: Final = 2  # of each session: kernel selection, allocator growth
+_MAX_GROUPS: Final = 8  # steps of like token counts, of one run
+_MIN_GROUP_STEPS: Final = 5
+_FEW_STEPS: Final = 3  # below this a run says nothing
+
+
+def measured_steps(places: Sequence[str], overrides: Mapping[str, Any] | None = None) -> list[MeasuredStep]:
+    """The steps of every place: a run record (file or folder), a sweep file (.csv, .json) or ``wandb:ENTITY/PROJECT[/RUN]``.
+
+    ``overrides``: job fields that win over those recorded. Raises :class:`CostModelError` for a place without any.
+    """
+    steps: list[MeasuredStep] = []
+    for place in places:
+        if place.startswith(WANDB_SCHEME):
+            for record in _wandb_records(place):
+                steps += steps_of_run(record, overrides)
+        elif Path(place).suffix.lower() in {".csv", ".json"}:
+            steps += steps_of_sweep(place, overrides)
+        else:
+            steps += steps_of_run(read_run(place), overrides)
+    return steps
+
+
+def _wandb_records(place: str) -> list[RunRecord]:
+    try:
+        from ftcost_callback.wandb_reader import read_wandb_runs
+    except ImportError as error:
+        raise CostModelError(
+            f"{place} cannot be read: this ftcost has no reader of W&B runs ({error}); give the run's output_dir"
+        ) from None
+    return read_wandb_runs(place)
+
+
+# --- run records ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """One step of a run: its seconds without the wait for data, and its mean micro-batch."""
+
+    seconds: float
+    num_sequences: float
+    num_tokens: float
+    num_non_padding_tokens: float
+    longest_tokens: float
+    num_supervised_tokens: float | None
+
+
+def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) -> list[MeasuredStep]:
+    """The run's steps in groups of like token counts, each by its medians. Left out: the first steps of each session, waits
+    for data, slowed-down GPUs, partial accumulation groups.
+
+    Raises :class:`CostModelError` where the record holds no job, or too few steps with their tokens.
+    """
+    source = record.run_id
+    described = next((session for session in reversed(record.sessions) if session.job), None)
+    if described is None or described.job is None:
+        raise CostModelError(f"run {source} was recorded without its job, so there is nothing to hold its steps against")
+    job = {**described.job, **(overrides or {})}
+    job.pop("calibration", None)  # factors are on the model itself
+    job.setdefault("gpu", (described.device or {}).get("name"))
+    accumulation = int(job.get("gradient_accumulation_steps") or 1)
+    rows = int(job.get("per_device_train_batch_size") or 1)
+    taken = [step for step in (_taken(each, accumulation, rows) for each in _steady(record.steps)) if step is not None]
+    if len(taken) < _FEW_STEPS:
+        raise CostModelError(
+            f"run {source} holds {len(taken)} steps that can be used of {len(record.steps)}; at least {_FEW_STEPS} are "
+            f"needed after the first {_WARM_UP_STEPS} of each session, with their tokens counted"
+        )
+    return [measured_step(job, seconds, source, seen) for seen, seconds in _groups(taken)]
+
+
+def _steady(steps: Iterable[Step]) -> list[Step]:
+    """Without the first steps of each session."""
+    done: dict[int, int] = {}
+    steady = []
+    for step in steps:
+        done[step.session_index] = done.get(step.session_index, 0) + 1
+        if done[step.session_index] > _WARM_UP_STEPS:
+            steady.append(step)
+    return steady
+
+
+def _taken(step: Step, accumulation: int, rows: int) -> _Taken | None:
+    """``None`` for a step that says nothing about the model."""
+    seconds = step.step_seconds - (step.data_wait_seconds or 0.0)
+    batches = step.num_micro_batches or accumulation
+    if not step.num_tokens or not seconds > 0 or batches != accumulation or (step.throttle_reasons or 0) & _SLOWED_DOWN:
+        return None
+    sequences = (step.num_samples or rows * batches) / batches
+    tokens = step.num_tokens / batches
+    return _Taken(
+        seconds=seconds,
+        num_sequences=sequences,
+        num_tokens=tokens,
+        num_non_padding_tokens=(step.num_non_padding_tokens or step.num_tokens) / batches,
+        longest_tokens=step.longest_sequence_tokens or tokens / sequences,
+        num_supervised_tokens=step.num_supervised_tokens / batches if step.num_supervised_tokens is not None else None,
+    )
+
+
+def _groups(taken: Sequence[_Taken]) -> list[tuple[TokensSeen, float]]:
+    """Medians of groups of steps with like token counts. Medians: a neighbour on the machine slows single steps."""
+    ordered = sorted(taken, key=lambda step: step.num_tokens)
+    number = max(1, min(_MAX_GROUPS, len(ordered) // _MIN_GROUP_STEPS))
+    bounds = [round(place * len(ordered) / number) for place in range(number + 1)]
+    return [_typical(ordered[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def _typical(steps: Sequence[_Taken]) -> tuple[TokensSeen, float]:
+    def median(name: str) -> float:
+        return float(statistics.median(getattr(step, name) for step in steps))
+
+    tokens, sequences = median("num_tokens"), median("num_sequences")
+    supervised = [step.num_supervised_tokens for step in steps if step.num_supervised_tokens is not None]
+    seen = TokensSeen(
+        num_sequences=sequences,
+        num_tokens=tokens,
+        num_non_padding_tokens=median("num_non_padding_tokens"),
+        # A step's row holds no squares. Exact for padded rows of one micro-batch, a lower bound for packed ones.
+        sum_squared_sequence_tokens=tokens * tokens / sequences,
+        longest_tokens=math.ceil(median("longest_tokens")),
+        num_supervised_tokens=statistics.median(supervised) if supervised else None,
+    )
+    return seen, median("seconds")
+
+
+# --- batch sweeps -----------------------------------------------------------------------------------------------------
+
+
+def steps_of_sweep(path: str, overrides: Mapping[str, Any] | None = None) -> list[MeasuredStep]:
+    """One measured step for each row of a sweep file. Raises :class:`CostModelError` with the row that is wrong."""
+    steps = []
+    for number, row in enumerate(_rows(path), start=1):
+        where = f"{path}, row {number}"
+        fields = {name: value for name, value in row.items() if name != SECONDS_COLUMN}
+        try:
+            seconds = float(row[SECONDS_COLUMN])
+        except KeyError:
+            raise CostModelError(f"{where} has no {SECONDS_COLUMN}, the measured seconds of an optimizer step") from None
+        except (TypeError, ValueError):
+            raise CostModelError(f"{where}: {SECONDS_COLUMN} must be a number, got {row[SECONDS_COLUMN]!r}") from None
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise CostModelError(f"{where}: {SECONDS_COLUMN} must be a positive number, got {seconds:g}")
+        try:
+            steps.append(measured_step({**fields, **(overrides or {})}, seconds, where))
+        except CostModelError as error:
+            raise CostModelError(f"{where}: {error}" if where not in str(error) else str(error)) from None
+    if not steps:
+        raise CostModelError(f"{path} holds no measured batch")
+    return steps
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            if Path(path).suffix.lower() == ".csv":
+                return [_row_from_cells(cells) for cells in csv.DictReader(file)]
+            value = json.load(file)
+    except OSError as error:
+        raise CostModelError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CostModelError(f"{path} cannot be read as a batch sweep: {error}") from None
+    common: Any = {}
+    if isinstance(value, dict):
+        common, value = value.get("job", {}), value.get("steps")
+    if not isinstance(value, list) or not isinstance(common, dict) or not all(isinstance(row, dict) for row in value):
+        raise CostModelError(
+            f'{path} is no batch sweep; give a list of rows, or {{"job": {{...}}, "steps": [rows]}}, each row with job '
+            f"fields and {SECONDS_COLUMN}"
+        )
+    return [{**common, **row} for row in value]
+
+
+def _row_from_cells(cells: Mapping[str | None, Any]) -> dict[str, Any]:
+    """The cells of one CSV row, read as the flags of the command line are; empty cells are not given."""
+    from costmodel.cli import job_fields_from_flags
+
+    if None in cells:
+        raise CostModelError("a row of the batch sweep has more cells than columns")
+    given = {name.strip(): text.strip() for name, text in cells.items() if name is not None and text and text.strip()}
+    known = {name: text for name, text in given.items() if name in Job.model_fields}
+    return {**given, **job_fields_from_flags(known)}
