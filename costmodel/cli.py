@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import inspect
 import json
 import os
@@ -144,7 +145,8 @@ def _metavar(leaves: set[Any]) -> str:
     return "JSON" if leaves <= {dict, types.NoneType} else "TEXT"
 
 
-def _job_parameters() -> list[inspect.Parameter]:
+@functools.cache
+def _job_parameters() -> tuple[inspect.Parameter, ...]:
     """One keyword parameter, and so one flag, for each field of a job. ``None`` means "not given"."""
     parameters = []
     for name, field in Job.model_fields.items():
@@ -160,7 +162,7 @@ def _job_parameters() -> list[inspect.Parameter]:
             )
             annotation = Annotated[str | None, option]
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    return parameters
+    return tuple(parameters)
 
 
 def with_job_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +172,7 @@ def with_job_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         for parameter in inspect.signature(command, eval_str=True).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    parameters = own + _job_parameters()
+    parameters = [*own, *_job_parameters()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command

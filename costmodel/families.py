@@ -239,6 +239,7 @@ def _gemma4_outside(fields: Fields) -> Outside:
     )
 
 
+_NEMOTRON_DEFAULT: Final = ("linear_attention", "moe", "full_attention", "mlp")  # of the config class
 _NEMOTRON_KINDS: Final = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
 
@@ -249,16 +250,17 @@ def _nemotron_kind(fields: Fields, layer: int) -> str:
         if layer >= len(pattern):
             raise CostModelError(f"hybrid_override_pattern names {len(pattern)} layers, num_hidden_layers more")
         named = _NEMOTRON_KINDS.get(pattern[layer])
-    return str(LAYER_KINDS.get(str(named), named))
+    kind = str(named or _NEMOTRON_DEFAULT[layer])
+    return LAYER_KINDS.get(kind, kind)
 
 
 def _nemotron_num_layers(fields: Fields) -> int:
-    """The pattern counts; num_hidden_layers is only the fallback."""
+    """The pattern counts, whatever num_hidden_layers says."""
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         named = fields.get(name)
         if named:
             return len(named)
-    return fields.size("num_hidden_layers")
+    return len(_NEMOTRON_DEFAULT)
 
 
 def _nemotron_layer(fields: Fields, layer: int) -> Layer:

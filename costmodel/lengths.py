@@ -220,7 +220,6 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
     """
     size = batch_size or job.per_device_train_batch_size
     supervised = job.supervised_fraction
-    head_fraction = supervised if (job.supervised_positions_only and supervised is not None) else 1.0
     mean, mean_square = _means(dist)
     if job.packing:
         # rows of max_length; attention stays inside each document when the rows are padding-free
@@ -231,10 +230,10 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
         longest_tokens = float(rows * job.max_length)
         longest_pairs = longest_tokens * (dist.longest_tokens if job.padding_free else job.max_length)
         return BatchTokens(
-            Batch(rows, computed, pairs, computed * head_fraction),
+            Batch(rows, computed, pairs, _head_positions(job, rows, computed)),
             real,
             None if supervised is None else real * supervised,
-            Batch(rows, longest_tokens, longest_pairs, longest_tokens * head_fraction),
+            Batch(rows, longest_tokens, longest_pairs, _head_positions(job, rows, longest_tokens)),
             False,
             real / mean,
         )
@@ -242,10 +241,10 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
         tokens = size * mean
         longest_tokens = float(size * dist.longest_tokens)
         return BatchTokens(
-            Batch(size, tokens, size * mean_square, tokens * head_fraction),
+            Batch(size, tokens, size * mean_square, _head_positions(job, size, tokens)),
             tokens,
             None if supervised is None else tokens * supervised,
-            Batch(size, longest_tokens, longest_tokens * dist.longest_tokens, longest_tokens * head_fraction),
+            Batch(size, longest_tokens, longest_tokens * dist.longest_tokens, _head_positions(job, size, longest_tokens)),
             False,
             float(size),
         )
@@ -258,21 +257,30 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
         row_mean, row_square = _grouped_maximum(padded) if grouped else expected_maximum(padded, size)
     real = size * mean
     computed = size * row_mean
-    # the head sees every padded position, or only the supervised ones
-    head = real * head_fraction if job.supervised_positions_only and supervised is not None else computed
+    # padding is never supervised
+    reached = real if job.supervised_positions_only and supervised is not None else computed
+    head = _head_positions(job, size, reached)
     longest_tokens = float(size * longest)
     return BatchTokens(
         Batch(size, computed, size * row_square, head),
         real,
         None if supervised is None else real * supervised,
-        Batch(size, longest_tokens, longest_tokens * longest, longest_tokens * head_fraction),
+        Batch(size, longest_tokens, longest_tokens * longest, _head_positions(job, size, longest_tokens)),
         len(dist.lengths) > 1 or job.padding == "max_length",
         float(size),
     )
 
 
+def _head_positions(job: ResolvedJob, num_sequences: float, num_tokens: float) -> float:
+    """Positions that reach the output head: all, the last ``logits_to_keep`` of each sequence, or the supervised ones."""
+    if job.logits_to_keep:
+        return min(num_tokens, num_sequences * job.logits_to_keep)
+    if job.supervised_positions_only and job.supervised_fraction is not None:
+        return num_tokens * job.supervised_fraction
+    return num_tokens
+
+
 def longest_batch(job: ResolvedJob, size: int, sequence_tokens: int) -> Batch:
     """The batch that decides whether the job fits: ``size`` sequences of ``sequence_tokens`` each."""
-    supervised = job.supervised_fraction
-    fraction = supervised if (job.supervised_positions_only and supervised is not None) else 1.0
-    return Batch.of(size, sequence_tokens, head_fraction=fraction)
+    tokens = size * sequence_tokens
+    return Batch(size, tokens, tokens * sequence_tokens, _head_positions(job, size, tokens))

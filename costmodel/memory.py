@@ -15,6 +15,7 @@ from costmodel.constants import (
     ALLOCATOR_OVERHEAD,
     CUBLAS_WORKSPACE_BYTES,
     CUDA_CONTEXT_BYTES,
+    EXPERT_LOOP_FACTOR,
     LOSS_CHUNK_TOKENS,
 )
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
@@ -157,19 +158,31 @@ def held_bytes(model: ModelSpec, job: ResolvedJob) -> Held:
         weights += int(quantized * _QUANTIZED_BYTES[storage])
         if job.quantization == "int8":
             weights += 4 * sum(linear.out_features * count for layer, count in model.layers for linear in layer.linears)
-    trained = num_trainable_params(model, job)
-    trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
+    trained_bytes = trained_parameter_bytes(model, job)
     return Held(
         weights_bytes=weights,
-        adapters_bytes=trained * trained_bytes if job.is_peft else 0,
-        optimizer_bytes=_optimizer_bytes(model, job, trained, trained_bytes),
-        gradients_bytes=trained * trained_bytes,
+        adapters_bytes=trained_bytes if job.is_peft else 0,
+        optimizer_bytes=_optimizer_bytes(model, job, trained_bytes),
+        gradients_bytes=trained_bytes,
     )
 
 
-def _optimizer_bytes(model: ModelSpec, job: ResolvedJob, trained: int, parameter_bytes: int) -> int:
+def trained_parameter_bytes(model: ModelSpec, job: ResolvedJob) -> int:
+    """Bytes of what is trained, each in its own type.
+
+    peft lifts adapters to their own type, but copies ``modules_to_save`` as they are (``cast_adapter_dtype``, peft 0.21).
+    """
+    if not job.is_peft:
+        return model.num_params * BYTES_PER_ELEMENT[job.dtype]
+    adapters = plan_adapters(model, job)
+    copied = adapters.saved_modules_params
+    return (adapters.num_params - copied) * BYTES_PER_ELEMENT[job.adapter_dtype] + copied * BYTES_PER_ELEMENT[stream_dtype(job)]
+
+
+def _optimizer_bytes(model: ModelSpec, job: ResolvedJob, trained_bytes: int) -> int:
     if job.optim in _STATE_OWN_COPIES:
-        return _STATE_OWN_COPIES[job.optim] * trained * parameter_bytes
+        return _STATE_OWN_COPIES[job.optim] * trained_bytes
+    trained = num_trainable_params(model, job)
     if job.optim == "adafactor":
         return 4 * _rows_and_columns(model, job)
     state = int(_STATE_BYTES[job.optim] * trained)
@@ -319,6 +332,17 @@ def _experts_bytes(experts: Experts, adapted: LayerAdapters, full: bool, activat
     return kept + 4.0 * experts.num_experts + 40.0 * experts.num_experts_per_tok
 
 
+def _looped_experts_bytes(experts: Experts, types: _Types) -> float:
+    """What adapted, quantised experts in a Python loop (transformers 4) hold for each token.
+
+    A row of one expert keeps both branches and the activation in the type that bitsandbytes returns, two 16-bit copies of the
+    product (the adapter's and bitsandbytes' own), the same two of the input for each of its readers, and the result. The
+    measured capacities hold :data:`EXPERT_LOOP_FACTOR` times that.
+    """
+    per_row = (3.0 * types.mlp + 4.0) * experts.intermediate_size + (8.0 + types.mlp) * experts.hidden_size
+    return EXPERT_LOOP_FACTOR * experts.num_experts_computed * per_row
+
+
 def _layer_bytes(
     model: ModelSpec, layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: _Types, is_padded: bool
 ) -> _LayerBytes:
@@ -387,10 +411,15 @@ def _layer_bytes(
         dense += 2.0 * hidden  # the masks after attention and MLP
     # routed experts
     experts = layer.experts
-    moe = sum(_experts_bytes(each, adapted, full, model.hidden_act) for each in layer.all_experts)
+    is_loop = bool(adapted.expert_linears) and job.quantization in BITSANDBYTES
+    if is_loop:
+        moe = sum(_looped_experts_bytes(each, types) for each in layer.all_experts)
+    else:
+        moe = sum(_experts_bytes(each, adapted, full, model.hidden_act) for each in layer.all_experts)
     if experts:
         rows = experts.num_experts_computed
-        moe += rows * sum(copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears)
+        if not is_loop:
+            moe += rows * sum(copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears)
         if experts.router_in_fp32:
             fixed += 4.0 * experts.router_params if stream != 4 else 0.0
             moe += 4.0 * experts.num_experts + ((4.0 if stream != 4 else 0.0) * hidden if router_trained else 0.0)
@@ -501,8 +530,6 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
     embedding_trained = full or "embed_tokens" in saved_leaves
     # an fp32 head under autocast leaves its 16-bit copy behind until its own backward is through
     head_copy = 2.0 * model.vocab_size * model.hidden_size if types.autocast and types.stream == 4 else 0.0
-    trained = num_trainable_params(model, job)
-    trained_bytes = types.adapter if job.is_peft else types.weights
     return _Plan(
         held=held_bytes(model, job),
         types=types,
@@ -514,7 +541,7 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
-        optimizer_temporary_bytes=float(trained * trained_bytes) if job.optim in {"adamw_torch", "sgd", "adagrad"} else 0.0,
+        optimizer_temporary_bytes=float(trained_parameter_bytes(model, job)) if job.optim in {"adamw_torch", "sgd", "adagrad"} else 0.0,
         embedding_is_trained=embedding_trained,
     )
 
@@ -533,16 +560,22 @@ class _Moment:
 
 
 def peak_memory(
-    model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False
+    model: ModelSpec,
+    job: ResolvedJob,
+    batch: Batch,
+    *,
+    is_padded: bool = False,
+    on_cpu: bool = False,
+    keeps_logits: bool = False,
 ) -> MemoryBreakdown:
     """Peak of one training step on ``batch``; ``is_padded`` says whether its sequences differ in length.
 
     The peak is the largest of: the loss at the end of the forward, the backward of the last and of the first layer of each
     run, the embedding's backward, the optimizer step. A ``Trainer`` drops the logits' reference before the backward; a
-    loop that keeps ``outputs`` alive holds them too.
+    loop that keeps ``outputs`` alive (``keeps_logits``) holds them too.
     """
     plan = _plan(model, job, is_padded)
-    worst = max(_moments(model, job, plan, batch), key=lambda moment: moment.total)
+    worst = max(_moments(model, job, plan, batch, keeps_logits), key=lambda moment: moment.total)
     held = plan.held
     allocated = held.static_bytes + worst.total + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
     reserved = allocated * (1 + (0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)]))
@@ -581,7 +614,9 @@ def job_class(job: ResolvedJob) -> str:
     return "lora_checkpointed" if job.gradient_checkpointing else "lora"
 
 
-def _moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> list[_Moment]:
+def _moments(
+    model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch, keeps_logits: bool = False
+) -> list[_Moment]:
     types = plan.types
     tokens, pairs = batch.num_tokens, batch.num_attended_pairs
     hidden, vocab = model.hidden_size, model.vocab_size
@@ -617,7 +652,8 @@ def _moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> l
         logits, loss_temporary = 0.0, 16.0 * vocab * chunk + types.compute * hidden * head_tokens
     else:
         logits, loss_temporary = 4.0 * vocab * head_tokens, 8.0 * vocab * head_tokens
-        loss_temporary += types.compute * vocab * head_tokens if job.logits_to_keep else 0.0
+        if keeps_logits:
+            loss_temporary += types.compute * vocab * head_tokens
     base_gradients = all_gradients if accumulates else 0.0
     moments = [_Moment("loss", base_gradients, stored + final + kv_cache, logits, loss_temporary)]
     if job.fused_loss and plan.head_trained:

@@ -339,7 +339,8 @@ def parse_job(value: Job | Mapping[str, Any]) -> Job:
         return value
     if not isinstance(value, Mapping):
         raise CostModelError(f"a job is a mapping of field names to values, got {type(value).__name__}")
-    return _validated(Job, value)
+    job: Job = _validated(Job, value)
+    return job
 
 
 def parse_gpu(value: GpuSpec | Mapping[str, Any]) -> GpuSpec:

@@ -23,6 +23,26 @@ CLOSE_TIMEOUT_SECONDS: Final = 2.0
 _MIN_GPM_SECONDS: Final = 0.1  # two GPM samples closer than this say nothing (NVIDIA's nvml.h)
 _MILLI: Final = 1e-3
 
+# nvmlReturn_t (NVIDIA's nvml.h). What this card or driver does not answer:
+_NOT_HERE: Final = {
+    2,  # invalid argument
+    3,  # not supported
+    4,  # no permission
+    6,  # not found
+    13,  # function not found
+    25,  # argument version mismatch
+    26,  # deprecated
+}
+# ... and what ends every reading:
+_GONE: Final = {
+    1,  # uninitialized
+    9,  # driver not loaded
+    12,  # library not found
+    15,  # GPU is lost
+    16,  # reset required
+    18,  # driver and library do not match
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchDevice:
@@ -221,15 +241,12 @@ class GpuSampler:
             self._readings[name]()
         except nvml.NVMLError as error:
             code = getattr(error, "value", None)
-            if code in {
-                nvml.NVML_ERROR_NOT_SUPPORTED,
-                nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-                nvml.NVML_ERROR_NO_PERMISSION,
-            }:
+            if code in _NOT_HERE:
                 del self._readings[name]
                 self.notes.append(f"GPU {name}: not available here ({error})")
-            elif code not in {nvml.NVML_ERROR_UNKNOWN, nvml.NVML_ERROR_TIMEOUT}:
+            elif code in _GONE:
                 self._give_up(f"sampling ended: {error}")
+            # All else may pass: the reading is missing this time and tried again.
 
     def _give_up(self, why: str, *, exc_info: bool = False) -> None:
         self._readings = {}

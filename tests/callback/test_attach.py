@@ -21,6 +21,8 @@ from ftcost_callback.metrics import METRICS
 from ftcost_callback.run_file import read_run
 from ftcost_callback.sinks import ConsoleSink, InMemorySink, WandbSink
 
+wandb = pytest.importorskip("wandb")
+
 LOGGED = {
     "ftcost/cost/spent_usd",
     "ftcost/cost/projected_usd",
@@ -36,13 +38,11 @@ LOGGED = {
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name, value in {**OFFLINE_ENVIRONMENT, "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
+    wandb.teardown()  # the client keeps the first environment it saw, which was another test's
     yield
-    if "wandb" in sys.modules:
-        import wandb
-
-        if wandb.run is not None:
-            wandb.finish()
-        wandb.teardown()
+    if wandb.run is not None:
+        wandb.finish()
+    wandb.teardown()
 
 
 def trainer(folder: Path, callbacks: list[Any] | None = None, **changes: Any) -> Any:
@@ -103,7 +103,6 @@ def test_the_figures_reach_reporters_and_the_history_and_equal_the_report(tmp_pa
 
 
 def test_wandb_gets_each_value_once_and_others_by_the_logs(tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb")
     reporter = recording()
     made = trainer(tmp_path, [reporter], report_to=["wandb"])
     attach(made, measuring())
@@ -125,7 +124,6 @@ def test_wandb_gets_each_value_once_and_others_by_the_logs(tmp_path: Path) -> No
 
 
 def test_without_a_wandb_sink_wandb_gets_them_by_the_logs(tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb")
     made = trainer(tmp_path, report_to=["wandb"])
     attach(made, measuring(sinks=[InMemorySink()]))
     assert names(made)[:3] == ["DefaultFlowCallback", "LogFigures", "WandbCallback"]

@@ -19,8 +19,10 @@ def wandb_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    wandb.teardown()
     yield
     wandb.finish()
+    wandb.teardown()
 
 
 def test_a_server_that_cannot_be_reached_leaves_an_offline_run(

@@ -56,7 +56,7 @@ def library_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_child(code: str, tmp_path: Path, library_dir: Path | None) -> Any:
+def run_child(code: str, tmp_path: Path, library_dir: Path | None, **variables: str) -> Any:
     """Run ``code`` with nvidia-ml-py on the stand-in; what it prints, as JSON."""
     (tmp_path / "calls").touch()
     environment = {
@@ -64,6 +64,7 @@ def run_child(code: str, tmp_path: Path, library_dir: Path | None) -> Any:
         "NVML_SCRIPT": str(tmp_path / "script"),
         "NVML_CALLS": str(tmp_path / "calls"),
         "LD_LIBRARY_PATH": str(library_dir if library_dir is not None else tmp_path),
+        **variables,
     }
     child = subprocess.run(
         [sys.executable, "-c", CHILD_BEGINS + code],
@@ -280,3 +281,184 @@ print(json.dumps([threads, calls("nvmlInitWithFlags"), calls("nvmlShutdown")]))
     )
     assert threads == []
     assert (entered, left) == (1, 1)
+
+
+# cases_live: the form of CUDA_VISIBLE_DEVICES never matters, since torch itself says which card it has.
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({"CUDA_VISIBLE_DEVICES": "1"}, id="case-41-index"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "1,0"}, id="case-41-order"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "GPU-9"}, id="case-42-uuid"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "GPU-"}, id="case-42-shortened-uuid"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, id="case-42-cuda-order"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, id="case-42-pci-order"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "MIG-9"}, id="case-43-mig-uuid"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "MIG-GPU-7/1/0"}, id="case-43-old-mig-name"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "-1"}, id="none-visible"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, id="empty"),
+        pytest.param({"NVIDIA_VISIBLE_DEVICES": "void"}, id="case-47-void"),
+        pytest.param({}, id="unset"),
+    ],
+)
+def test_the_card_that_torch_trains_on_is_read_whatever_is_visible(
+    tmp_path: Path, library_dir: Path, variables: dict[str, str]
+) -> None:
+    sampled = run_child(
+        """
+script(**ALL | dict(uuid1=9, busy1=77, memory1=2**31))
+sampler = GpuSampler(TorchDevice(uuid="9"), clock=clock)
+sampler.open()
+sampler.sample(); clock.now += 1.0; sampler.sample()
+print(json.dumps(window(sampler)))
+""",
+        tmp_path,
+        library_dir,
+        **variables,
+    )
+    assert (sampled["busy_fraction"], sampled["memory_used_bytes"]) == (0.77, 2**31)
+
+
+def test_what_torch_says_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    from ftcost_callback.gpu_sampler import TorchDevice
+
+    class Uuid:  # torch's own type has no prefix
+        def __str__(self) -> str:
+            return "5c0ff8e4-0000-1111-2222-333344445555"
+
+    properties = SimpleNamespace(uuid=Uuid(), pci_bus_id=0x3B, pci_device_id=0, pci_domain_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert TorchDevice.of(torch.device("cuda:0")) == TorchDevice(
+        uuid="5c0ff8e4-0000-1111-2222-333344445555", pci_bus_id="00000000:3B:00.0"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())  # an old torch
+    assert TorchDevice.of(torch.device("cuda:0")) == TorchDevice()
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
+def test_a_uuid_may_come_with_its_prefix(tmp_path: Path, library_dir: Path, prefix: str) -> None:
+    code = f"script(**ALL)\nDEVICE = TorchDevice(uuid={prefix + '7'!r})" + OPEN_AND_SAY
+    assert run_child(code, tmp_path, library_dir) == "open"
+
+
+def test_case_43_a_mig_slice_with_activity_shows_that(tmp_path: Path, library_dir: Path) -> None:
+    sampled = run_child(
+        """
+script(**ALL | dict(mig=1, gpm=1, sm=40, tensor=20, dram=10, memory=2**29))
+sampler = GpuSampler(DEVICE, clock=clock)
+sampler.open()
+for _ in range(3):
+    sampler.sample()
+    clock.now += 0.5
+print(json.dumps(window(sampler)))
+""",
+        tmp_path,
+        library_dir,
+    )
+    assert sampled == {
+        "memory_used_bytes": 2**29,
+        "sm_active_fraction": 0.4,
+        "tensor_active_fraction": 0.2,
+        "dram_active_fraction": 0.1,
+        "num_samples": 3,
+    }
+
+
+DROPPED = {2, 3, 4, 6, 13, 25, 26}  # this card or driver does not answer
+GONE = {1, 9, 12, 15, 16, 18}  # the card or the library is gone
+# nvmlReturn_t, nvml.h 13.
+CODES = [*range(1, 30), 999]
+
+
+def test_case_45_every_error_code_leaves_the_other_readings_or_ends_the_sampling(tmp_path: Path, library_dir: Path) -> None:
+    results = run_child(
+        f"""
+results = []
+for code in {CODES}:
+    script(**ALL | dict(nvmlDeviceGetPowerUsage=code))
+    sampler = GpuSampler(DEVICE, clock=clock)
+    sampler.open()
+    before = calls("nvmlDeviceGetPowerUsage")
+    for _ in range(4):
+        sampler.sample()
+        clock.now += 1.0
+    sample = window(sampler)
+    results.append([
+        code, calls("nvmlDeviceGetPowerUsage") - before, sampler.is_sampling, "power_watts" in sample, sample.get("busy_fraction"),
+        len(sampler.notes),
+    ])
+    sampler.close()
+print(json.dumps(results))
+""",
+        tmp_path,
+        library_dir,
+    )
+    for code, power_calls, is_sampling, has_power, busy, num_notes in results:
+        assert not has_power
+        if code in DROPPED:
+            assert (power_calls, is_sampling, busy, num_notes) == (1, True, 0.5, 1), code
+        elif code in GONE:
+            assert (power_calls, is_sampling, num_notes) == (1, False, 1), code
+        else:  # may pass
+            assert (power_calls, is_sampling, busy, num_notes) == (4, True, 0.5, 0), code
+
+
+def test_calls_of_one_sample_and_none_at_a_report(tmp_path: Path, library_dir: Path) -> None:
+    at_open, by_sample, by_report = run_child(
+        """
+from collections import Counter
+def all_calls():
+    return Counter(open(os.environ["NVML_CALLS"]).read().split())
+script(**ALL | dict(gpm=1))
+sampler = GpuSampler(DEVICE, clock=clock)
+sampler.open()
+at_open = all_calls()
+for _ in range(10):
+    sampler.sample()
+    clock.now += 0.5
+by_sample = all_calls() - at_open
+sampler.take_window()
+print(json.dumps([at_open, by_sample, all_calls() - at_open - by_sample]))
+""",
+        tmp_path,
+        library_dir,
+    )
+    assert at_open == {
+        "nvmlInitWithFlags": 1,
+        "nvmlDeviceGetHandleByUUID": 1,
+        "nvmlDeviceIsMigDeviceHandle": 1,
+        "nvmlGpmQueryDeviceSupport": 1,
+        "nvmlGpmSampleAlloc": 2,
+    }
+    assert by_sample == {
+        "nvmlDeviceGetUtilizationRates": 10,
+        "nvmlDeviceGetMemoryInfo": 10,
+        "nvmlDeviceGetPowerUsage": 10,
+        "nvmlDeviceGetTotalEnergyConsumption": 10,
+        "nvmlDeviceGetCurrentClocksEventReasons": 10,
+        "nvmlGpmSampleGet": 10,
+        "nvmlGpmMetricsGet": 9,
+    }
+    assert by_report == {}
+
+
+def test_case_51_what_was_never_read_is_absent_and_not_zero(tmp_path: Path, library_dir: Path) -> None:
+    everything_fails = "nvmlDeviceGetUtilizationRates nvmlDeviceGetMemoryInfo nvmlDeviceGetPowerUsage " + (
+        "nvmlDeviceGetTotalEnergyConsumption nvmlDeviceGetCurrentClocksEventReasons"
+    )
+    sampled = run_child(
+        f"""
+script(**ALL | dict.fromkeys({everything_fails.split()}, 3))
+sampler = GpuSampler(DEVICE, clock=clock)
+sampler.open()
+sampler.sample(); clock.now += 1.0; sampler.sample()
+print(json.dumps(window(sampler)))
+""",
+        tmp_path,
+        library_dir,
+    )
+    assert {name for name in sampled if name != "num_samples"} == set()

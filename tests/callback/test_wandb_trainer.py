@@ -32,6 +32,7 @@ KEYS = {metric.key: metric for metric in METRICS}
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name, value in {**OFFLINE_ENVIRONMENT, "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
+    wandb.teardown()  # the client keeps the first environment it saw, which was another test's
     yield
     if wandb.run is not None:
         wandb.finish()

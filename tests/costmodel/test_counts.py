@@ -83,12 +83,20 @@ def test_class_defaults_are_those_of_the_config_class(model_type: str) -> None:
     given: dict[str, Any] = {"model_type": model_type}
     # what a class leaves open although it needs it: its own defaults build nothing
     given |= {
+        "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 10_000.0}},
         "deepseek_v2": {"num_experts_per_tok": 6},
-        "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 128},
-        "gemma4_text": {"num_hidden_layers": 30},
+        "dots1": {
+            "num_experts_per_tok": 6,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 128,
+        },
         "hunyuan_v1_dense": {"head_dim": 128},
+        "hunyuan_v1_moe": {"head_dim": 128},
+        "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
         "ministral": {"head_dim": 128},
-        "nemotron": {"head_dim": 128},
+        "nemotron": {"head_dim": 128, "num_key_value_heads": 48},
     }.get(model_type, {})
     real = build(given)
     given |= {"hidden_size": defaults.hidden_size, "num_hidden_layers": defaults.num_hidden_layers}

@@ -93,6 +93,12 @@ def test_supervised_positions_reach_the_head_only_under_trl() -> None:
     assert trl.num_supervised_tokens == plain.num_supervised_tokens == 50
 
 
+def test_logits_to_keep_bounds_the_positions_that_reach_the_head() -> None:
+    dist = distribution(Lengths(fixed=100), 1024)
+    assert batch_tokens(_job(per_device_train_batch_size=2, logits_to_keep=8), dist).longest.num_head_tokens == 16
+    assert batch_tokens(_job(per_device_train_batch_size=2, logits_to_keep=500), dist).longest.num_head_tokens == 200
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -2,6 +2,7 @@
  *
  * The environment variable NVML_SCRIPT names a text file, read again at every call, of lines "<name> <number>":
  *   uuid <n>             the device's UUID is "GPU-<n>" ("MIG-<n>" with mig 1); 0 = unknown to UUID look-up
+ *   uuid1 <n>            a second device's, whose values are busy1 and memory1
  *   busy, memory, power_mw, energy_mj, throttle, sm, tensor, dram     values
  *   mig, gpm             0 or 1
  *   <function> <code>    return code of that entry point instead of success
@@ -24,7 +25,7 @@ typedef struct { unsigned int id; int code; double value; metric_info_t info; } 
 typedef struct { unsigned int version, count; void *sample1, *sample2; metric_t metrics[477]; } metrics_get_t;
 typedef struct { unsigned int version, supported; } gpm_support_t;
 
-static int device; /* its address is the handle */
+static int device, second_device; /* their addresses are the handles */
 static int samples[2];
 static int samples_given;
 
@@ -72,8 +73,13 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
     char expected[64];
     ANSWER();
     snprintf(expected, sizeof expected, "%s-%d", scripted("mig", 0) ? "MIG" : "GPU", (int)scripted("uuid", 1));
-    if (!scripted("uuid", 1) || strcmp(uuid, expected) != 0) return NOT_FOUND;
-    *handle = &device;
+    if (scripted("uuid", 1) && strcmp(uuid, expected) == 0) {
+        *handle = &device;
+        return SUCCESS;
+    }
+    snprintf(expected, sizeof expected, "GPU-%d", (int)scripted("uuid1", -1));
+    if (strcmp(uuid, expected) != 0) return NOT_FOUND;
+    *handle = &second_device;
     return SUCCESS;
 }
 
@@ -92,19 +98,17 @@ int nvmlDeviceIsMigDeviceHandle(void *handle, unsigned int *is_mig) {
 }
 
 int nvmlDeviceGetUtilizationRates(void *handle, utilization_t *rates) {
-    (void)handle;
     ANSWER();
     if (scripted("hang", 0)) sleep((unsigned int)scripted("hang", 0));
-    rates->gpu = (unsigned int)scripted("busy", 0);
+    rates->gpu = (unsigned int)scripted(handle == &second_device ? "busy1" : "busy", 0);
     rates->memory = 0;
     return SUCCESS;
 }
 
 int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
-    (void)handle;
     ANSWER();
     memory->total = 1ULL << 36;
-    memory->used = (unsigned long long)scripted("memory", 0);
+    memory->used = (unsigned long long)scripted(handle == &second_device ? "memory1" : "memory", 0);
     memory->free = memory->total - memory->used;
     return SUCCESS;
 }
