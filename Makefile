@@ -1,4 +1,4 @@
-# make demo | test | lint | types | layers | wheel | check | clean
+# make demo | test | lint | types | layers | wheel | check | accuracy | clean
 #
 # Every target sets up its own environment in .venv on first use (Python 3.11 preferred, any >= 3.10 taken) with the exact
 # versions of constraints.txt. Overrides:
@@ -11,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format types layers wheel check clean
+.PHONY: help venv demo test lint format types layers wheel check accuracy clean
 
 PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3.10 python3; do \
 	"$$each" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo "$$each"; break; }; done)
@@ -69,6 +69,12 @@ layers: $(STAMP)
 wheel: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+
+# Refits the constants, and rebuilds docs/accuracy.md, docs/paper.md and their pictures from the data in the repo.
+accuracy: $(STAMP)
+	$(BIN)/python accuracy/fit.py
+	$(BIN)/python accuracy/evaluate.py --write
+	$(BIN)/python accuracy/build_paper.py
 
 check: lint types layers test wheel
 

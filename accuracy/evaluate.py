@@ -128,8 +128,8 @@ def memory_errors(runs: Sequence[Run]) -> list[tuple[Run, str, float]]:
         if run.memory is None or run.longest is None:
             continue
         kind, gib = run.memory
-        peak = peak_memory(run.model, run.job, run.longest, is_padded=run.is_padded)
-        ours = peak.peak_allocated_bytes if kind == "allocated" else peak.peak_reserved_bytes
+        peak = peak_memory(run.model, run.job, run.longest, is_padded=run.is_padded, keeps_logits=run.keeps_logits)
+        ours = {"allocated": peak.peak_allocated_bytes, "reserved": peak.peak_reserved_bytes}.get(kind, peak.peak_device_bytes)
         result.append((run, kind, math.log(ours / GIB / gib)))
     return result
 
@@ -273,9 +273,22 @@ def document(runs: Sequence[Run], report: Mapping[str, object]) -> str:
         "## Memory",
         "",
         "Like with like: allocated against allocated, reserved against reserved; a figure without a stated basis is held against",
-        "reserved. Nothing here was fitted.",
+        "what the card shows. Fitted: nothing but the longest sample of the peft rows (656 tokens, from one of them).",
         "",
         *memory_table(memory_errors(all_runs())),
+        "",
+        "The bar (median at most 5 %, 90 % within 12 %) is met on the rows whose configuration is known in full (peft, with",
+        "allocator emptied every ten steps), not on the others. What is seen there:",
+        "",
+        "- **ms_swift**: reserved memory on a card with room to spare, batches of one sample of any length. It grows by about",
+        "  4.2 MB a token for every model from 1.8B to 34B, twice what the tensors need: the allocator keeps blocks for each",
+        "  length it has met. Near the card's limit it gives such blocks back, so the verdict does not count them.",
+        "- **qwen1**: a constant 2 GiB (LoRA) over ours, whatever the length: the basis of the figure is not stated. GPTQ adds",
+        "  more in proportion to the weights.",
+        "- **litgpt QLoRA, fsdp_qlora QLoRA**: about 25 % over ours, in proportion to the weights: a dequantised copy that",
+        "  today's bitsandbytes does not keep.",
+        "- **Mixtral QLoRA in a Python loop** (largest batches of arXiv:2408.04693): the tensors explain a quarter of what the",
+        "  batches hold; `EXPERT_LOOP_FACTOR` carries the rest, fitted on those fourteen batches, unexplained.",
         "",
     ]
     return "\n".join(lines)

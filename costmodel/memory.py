@@ -381,6 +381,9 @@ def _layer_bytes(
     inner_reads = 2.0 if casts_input else float(compute)
     own_reads = inner_reads * sum(each.in_features for each in layer.at("mixer_inner", "side_in", "side_out") if reads(each))
     adapter_copies = sum(copy_bytes * each.linear.in_features + rank_bytes * each.r for each in adapted.linears)
+    # DoRA scales the base's result and the adapter's, and keeps both for the gradient of its magnitude
+    dora_results = mlp + (4 if rank_bytes == 4.0 else 2)
+    adapter_copies += sum(dora_results * each.linear.out_features for each in adapted.linears if each.dora)
 
     # attention; the output linear reads its result, which a fused kernel keeps anyway
     kernel = attention_kernel(job, layer)
