@@ -2,9 +2,9 @@
 
     python benchmarks/peers.py ftuneai < rows.jsonl
 
-Each line in is a job in neutral words (``speed.neutral_row``); each line out ``{"memory_gib", "held_gib", "micro_batch_seconds"}``
-or ``{"error"}``. Model shapes, parameter counts and card rates are handed over, so nothing is fetched and nobody is wrong for
-lack of them. ``held_gib`` leaves the tool's allowance for CUDA, fragmentation and safety out.
+Each line in is a job in neutral words (``speed.neutral_row``); each line out holds ``memory_gib``, ``held_gib`` (the tool's
+allowance for CUDA, fragmentation and safety left out) and ``micro_batch_seconds``, or ``error``. Model shapes, parameter
+counts and card rates are handed over, so nothing is fetched and nobody is wrong for lack of them.
 """
 
 from __future__ import annotations

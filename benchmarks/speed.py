@@ -281,8 +281,9 @@ def page(peers: str | None, rounds: int) -> str:
         "",
         "Written by `python benchmarks/speed.py --peers PYTHON --write docs/benchmarks.md`.",
         "",
-        f"{datetime.date.today().isoformat()}; {os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f} "
-        f"while it ran; Python {platform.python_version()}; {', '.join(versions)}.",
+        f"{datetime.date.today().isoformat()}; {os.cpu_count()} cores, {platform.machine()}, shared with other work (load "
+        f"{os.getloadavg()[0]:.1f});",
+        f"Python {platform.python_version()}; {', '.join(versions)}.",
         "",
         "## Speed",
         "",
@@ -304,16 +305,17 @@ def page(peers: str | None, rounds: int) -> str:
         lines.append(f"| {name} | {wall_seconds:.3f} | {processor_seconds:.3f} | {wall_seconds / base[0]:.0f} |")
     lines += [
         "",
-        "hf-mem and `accelerate estimate-memory` as a command ask the hub for the model, fitcheck for its config: they are not "
-        "clocked, because nothing here goes over the network. hf-mem is about inference, so it has no row below.",
+        "hf-mem and `accelerate estimate-memory` as a command ask the hub for the model, fitcheck for its config: they are",
+        "not clocked, because nothing here goes over the network. hf-mem is about inference, so it has no row below.",
         "",
         "## Errors on the same public runs",
         "",
-        "Dense models, absolute error in percent of the measured value. Every tool is handed the model's true shape, its "
-        "parameter count and the card's rates; where a tool knows fewer target modules, its nearest choice. Memory: allocated "
-        "against allocated (the tool's allowance for CUDA and safety left out), else its total, without a safety margin. "
-        "accelerate knows full fine-tuning only, ftuneai alone predicts time, by a constant share of the peak. GPTQ runs "
-        "count as 4-bit.",
+        "Dense models, absolute error in percent of the measured value. Every tool is handed the model's true shape, its",
+        "parameter count and the card's rates; where it knows fewer target modules, its nearest choice. Memory: allocated",
+        "against allocated (the tool's allowance for CUDA and safety left out), else its total, without a safety margin.",
+        "accelerate knows full fine-tuning only; ftuneai alone predicts time, by a constant share of the peak. qlora is",
+        "every 4-bit base, GPTQ too, which the others do not tell apart. Our memory figures were not fitted; our step times",
+        "are those with the run's source left out.",
         "",
         *error_tables(pythons),
     ]

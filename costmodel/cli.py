@@ -687,14 +687,19 @@ def _format(form: str | None, as_json: bool, markdown: bool, known: tuple[str, .
 
 
 def _say_warnings(candidates: Iterable[Any]) -> None:
-    """Each warning of any candidate once; the many prices that are only old in one line."""
+    """Each warning of any candidate once; those that every card or price has its own of in one line."""
     warnings = list(dict.fromkeys(warning for candidate in candidates for warning in candidate.warnings))
-    stale = [warning for warning in warnings if warning.startswith("the price of ")]
+    together = {
+        "the price of ": "{} of these prices are older than 90 days; {}",
+        "the calibration": "{} of these answers do not use the calibration; {}",
+        "calibration auto": "{} of these answers are not calibrated; {}",
+    }
+    for start, sentence in together.items():
+        alike = [warning for warning in warnings if warning.startswith(start)]
+        if len(alike) > 1:
+            warnings = [warning for warning in warnings if warning not in alike] + [sentence.format(len(alike), alike[0])]
     for warning in warnings:
-        if len(stale) < 2 or warning not in stale:
-            _say(warning)
-    if len(stale) > 1:
-        _say(f"{len(stale)} of these prices are older than 90 days; {stale[0]}")
+        _say(warning)
 
 
 @app.command("optimize", context_settings=COMMAND_SETTINGS)

@@ -117,16 +117,17 @@ class StepThinner:
         rows, self._waiting = self._waiting, []
         if len(rows) <= 1:
             return rows[0] if rows else None
-        seconds = {name: _mean(rows, name) for name in _STEP_SECONDS}
-        tokens = {name: round(mean) if (mean := _mean(rows, name)) is not None else None for name in _STEP_COUNTS}
-        longest = max((row.longest_sequence_tokens or 0 for row in rows), default=0)
-        repeated = True if all(row.repeated for row in rows) else None
-        last: Any = rows[-1]
-        return dataclasses.replace(
-            last, **seconds, **tokens, longest_sequence_tokens=longest or None, repeated=repeated, num_steps=len(rows)
-        )
+        fields: dict[str, Any] = {}
+        for row in rows:  # a state that only some rows know is the last one known
+            fields |= {name: value for name in _STEP_FIELDS if (value := getattr(row, name)) is not None}
+        fields |= {name: _mean(rows, name) for name in _STEP_SECONDS}
+        fields |= {name: round(mean) if (mean := _mean(rows, name)) is not None else None for name in _STEP_COUNTS}
+        fields["longest_sequence_tokens"] = max(row.longest_sequence_tokens or 0 for row in rows) or None
+        fields["repeated"] = True if all(row.repeated for row in rows) else None
+        return Step(**fields | {"num_steps": len(rows)})
 
 
+_STEP_FIELDS: Final = tuple(each.name for each in dataclasses.fields(Step))
 _STEP_SECONDS: Final = ("step_seconds", "data_wait_seconds", "forward_backward_seconds", "optimizer_seconds")
 _STEP_COUNTS: Final = (*TOKEN_FIELDS, "num_micro_batches")
 

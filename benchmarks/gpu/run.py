@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -174,7 +175,7 @@ def _energy_steps(read: Callable[[], Any]) -> dict[str, Any] | None:
         if now != last:
             changes.append((time.monotonic(), now - last))
             last = now
-    gaps = [second[0] - first[0] for first, second in zip(changes, changes[1:], strict=False)]
+    gaps = [second[0] - first[0] for first, second in itertools.pairwise(changes)]
     return {
         "changes": len(changes),
         "seconds_between": statistics.median(gaps) if gaps else None,
@@ -326,7 +327,10 @@ def table(results: list[dict[str, Any]]) -> list[str]:
             lines.append(f"{each['name']:52} failed: {each['failed']}")
             continue
         was, said = each["measured"], each["predicted"]
-        columns = [f"{each['name']:52} {was['step_seconds_median']:9.4f}", _ratio(was["step_seconds_median"], said["step_seconds"])]
+        columns = [
+            f"{each['name']:52} {was['step_seconds_median']:9.4f}",
+            _ratio(was["step_seconds_median"], said["step_seconds"]),
+        ]
         for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
             amount = was[name]
             columns.append(f"{amount / 2**30:9.2f}" if amount is not None else f"{'-':>9}")

@@ -12,11 +12,11 @@ import pytest
 
 from costmodel.calibration import fit, read_calibration
 from costmodel.errors import CostModelError
-from costmodel.estimation import TokensSeen, measured_step
+from costmodel.estimation import TokensSeen, estimate_from_tokens, measured_step
 from ftcost_callback.calibrating import measured_steps, steps_of_run
 from ftcost_callback.cli import app, run
 from ftcost_callback.records import Session, Step
-from ftcost_callback.run_file import RunFile, read_run, run_file_path
+from ftcost_callback.run_file import RunFile, RunRecord, read_run, run_file_path
 
 JOB: dict[str, Any] = {
     "model": "meta-llama/Llama-2-7b-hf",
@@ -136,6 +136,32 @@ def test_a_run_without_its_job_is_refused(tmp_path: Path) -> None:
     file.close()
     with pytest.raises(CostModelError, match="recorded without its job"):
         calibrated(tmp_path)
+
+
+def test_runs_come_from_wandb_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftcost_callback import wandb_reader
+
+    record = read_run(write_run(tmp_path, varied()))
+    asked = []
+
+    def read(path: str) -> list[RunRecord]:
+        asked.append(path)
+        return [record]
+
+    monkeypatch.setattr(wandb_reader, "read_wandb_runs", read)
+    steps = measured_steps(["wandb:team/project"])
+    assert asked == ["wandb:team/project"]
+    assert [step.seconds for step in steps] == [step.seconds for step in steps_of_run(record)]
+
+
+def test_a_running_job_is_predicted_with_the_calibration(tmp_path: Path) -> None:
+    """What ``FTCostCallback(calibration=...)`` asks for: the second prediction, on the tokens really seen."""
+    calibration = calibrated(write_run(tmp_path, varied())).to_dict()
+    seen = TokensSeen(2, 600, 600, 600 * 300, 300)
+    answer = estimate_from_tokens({**JOB, "calibration": calibration}, seen)
+    assert answer.step_seconds == pytest.approx(seconds_of(300), rel=0.03)
+    assert answer.calibration is not None
+    assert answer.calibration["is_inside_range"] is True
 
 
 # --- sweeps and the command -------------------------------------------------------------------------------------------

@@ -493,15 +493,15 @@ def nvml(script: str, note: str | None, at_step_10: str = "") -> Callable[[Bench
     def inject(bench: Bench) -> str:
         library = bench.tmp_path / "library"
         library.mkdir()
-        subprocess.run(
-            ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library / "libnvidia-ml.so.1"), str(SOURCE)], check=True
-        )
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library / "libnvidia-ml.so.1"), str(SOURCE)], check=True)
         file = bench.tmp_path / "script"
         file.write_text(script.replace(";", "\n"))
         code = "with_nvml()"
         if at_step_10:
             changed = at_step_10.replace(";", "\n")
-            code += f"\ndef at_step_10():\n    import time\n    open({str(file)!r}, 'w').write({changed!r})\n    time.sleep(1.2)"
+            code += (
+                f"\ndef at_step_10():\n    import time\n    open({str(file)!r}, 'w').write({changed!r})\n    time.sleep(1.2)"
+            )
         ended, seconds = child(
             bench, code, LD_LIBRARY_PATH=str(library), NVML_SCRIPT=str(file), NVML_CALLS=str(bench.tmp_path / "calls")
         )

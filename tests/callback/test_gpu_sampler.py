@@ -388,8 +388,8 @@ for code in {CODES}:
         clock.now += 1.0
     sample = window(sampler)
     results.append([
-        code, calls("nvmlDeviceGetPowerUsage") - before, sampler.is_sampling, "power_watts" in sample, sample.get("busy_fraction"),
-        len(sampler.notes),
+        code, calls("nvmlDeviceGetPowerUsage") - before, sampler.is_sampling, "power_watts" in sample,
+        sample.get("busy_fraction"), len(sampler.notes),
     ])
     sampler.close()
 print(json.dumps(results))

@@ -43,9 +43,7 @@ def padded(lengths: tuple[int, ...] = LENGTHS) -> int:
     return sum(2 * max(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True))
 
 
-DENSE_FLOPS = (
-    6 * (LAYERS * (ATTENTION_WEIGHTS + MLP_WEIGHTS) + HEAD_WEIGHTS) * padded() + PAIR_FLOPS * squares()
-)  # an epoch
+DENSE_FLOPS = 6 * (LAYERS * (ATTENTION_WEIGHTS + MLP_WEIGHTS) + HEAD_WEIGHTS) * padded() + PAIR_FLOPS * squares()  # an epoch
 
 
 def mfu_of(record: RunRecord, flops: float) -> float:
@@ -116,9 +114,7 @@ def test_packed_sequences_attend_within_themselves(tmp_path: Path) -> None:
     assert record.predictions
     for head_tokens in (SFT_TOKENS, SFT_SUPERVISED):  # TRL's loss may skip the positions without a label
         flops = (
-            6 * weights * SFT_TOKENS
-            + 6 * HEAD_WEIGHTS * head_tokens
-            + PAIR_FLOPS * sum(length**2 for length in SFT_LENGTHS)
+            6 * weights * SFT_TOKENS + 6 * HEAD_WEIGHTS * head_tokens + PAIR_FLOPS * sum(length**2 for length in SFT_LENGTHS)
         )
         if sink.windows[-1].mfu == pytest.approx(mfu_of(record, flops)):
             return

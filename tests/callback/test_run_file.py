@@ -177,7 +177,9 @@ def test_a_checkpoint_without_a_ledger_and_one_that_is_broken(tmp_path: Path) ->
 
 def test_a_very_long_run_has_a_row_for_several_steps_and_the_same_totals(tmp_path: Path) -> None:
     thinner = StepThinner(full_steps=4)
-    rows = [thinner.add(step(number, elapsed_seconds=2.0 * number, data_wait_seconds=number / 10)) for number in range(1, 31)]
+    rows = [
+        thinner.add(step(number, elapsed_seconds=2.0 * number, data_wait_seconds=number / 10)) for number in range(1, 31)
+    ]
     written = [row for row in rows if row is not None]
     last = thinner.take()
     assert last is not None

@@ -1,4 +1,4 @@
-"""What only a card can tell: the driver's answers, the event clock, waits for the device, peaks, and a real lack of memory."""
+"""What only a card can tell: the driver's answers, the event clock, waits for the device, peaks, a real lack of memory."""
 
 from __future__ import annotations
 
