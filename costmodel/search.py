@@ -268,6 +268,7 @@ def _candidate(
         return Candidate(gpu.name, job.num_gpus, price, None, error=str(error))
     price = price or answer.price
     warnings = [stale_price_warning(price, today)] if price and today else []
+    warnings += [warning for warning in answer.warnings if "calibration" in warning]  # asked for, and not used everywhere
     interrupted = None
     if price is not None and terms.get("tier", job.tier) == "spot":
         interrupted = spot_run(answer.to_dict(), spot) if spot else None

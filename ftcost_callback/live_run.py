@@ -680,11 +680,15 @@ class LiveRun:
 
     def _interpreter_exits(self) -> None:
         """Training never ended in order: look at what ended the program, which was told to no callback."""
-        for row in self._resolve_steps(wait=False):
-            self._write_step(row)
-        self._write_what_waits()
-        self.failed(getattr(sys, "last_value", None))
-        self._flush()
+
+        def write() -> None:
+            for row in self._resolve_steps(wait=False):
+                self._write_step(row)
+            self._write_what_waits()
+            self.failed(getattr(sys, "last_value", None))
+            self._flush()
+
+        self._boundary.call("end of the program", write)
 
     def release(self) -> None:
         """Hooks, thread and file are gone. May be called at any time, more than once."""

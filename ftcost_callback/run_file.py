@@ -57,9 +57,10 @@ class RunFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         ends_inside_a_line = _ends_inside_a_line(self.path)
         self._waiting: list[Row] = []
+        self._process_id = os.getpid()
         self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         # An exception that ends training is told to no callback; the interpreter's exit is.
-        self._at_exit = weakref.finalize(self, _write_rows, self._descriptor, self._waiting, os.getpid())
+        self._at_exit = weakref.finalize(self, _write_rows, self._descriptor, self._waiting, self._process_id)
         if ends_inside_a_line:
             _write(self._descriptor, b"\n")  # the line that a kill cut off stays alone
 
@@ -72,7 +73,7 @@ class RunFile:
     def flush(self) -> None:
         """Hand the rows that wait to the operating system, where a kill cannot reach them."""
         if self._descriptor is not None and self._waiting:
-            _write_rows(self._descriptor, self._waiting, os.getpid())
+            _write_rows(self._descriptor, self._waiting, self._process_id)
 
     def close(self) -> None:
         """Flush, and let the file go even if that fails."""
@@ -81,7 +82,7 @@ class RunFile:
             return
         self._at_exit.detach()
         try:
-            _write_rows(descriptor, self._waiting, os.getpid())
+            _write_rows(descriptor, self._waiting, self._process_id)
         finally:
             os.close(descriptor)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,21 @@ def test_rows_are_with_the_operating_system_when_flush_returns(tmp_path: Path) -
     file.flush()
     assert json.loads(file.path.read_text())["type"] == "session"
     file.close()
+
+
+def test_a_forked_child_leaves_its_parents_rows_alone(tmp_path: Path) -> None:
+    file = RunFile(run_file_path(tmp_path))
+    file.append(session())
+    child = os.fork()
+    if child == 0:
+        try:
+            file.flush()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert file.path.read_text() == ""
+    file.close()
+    assert len(file.path.read_text().splitlines()) == 1
 
 
 def test_rows_that_wait_are_written_when_nobody_holds_the_file_any_more(tmp_path: Path) -> None:

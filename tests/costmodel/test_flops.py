@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_modules import TINY_CONFIGS, build, runs_eager, without_dropout
 
@@ -20,8 +20,9 @@ from costmodel.workload import GROUPS, Batch, Flops, flops, hardware_flops, mode
 TRACES = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "traces.jsonl").read_text().splitlines()]
 TRACED = [row for row in TRACES if not row["skip"]]
 
-QUICK = ("llama", "gpt_neox", "opt", "qwen2_moe", "deepseek_v2", "gpt_oss")
+QUICK = ("llama", "gpt_neox", "qwen2_moe", "deepseek_v2")
 SCANS = {"mamba", "jamba", "granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5_text", "kimi_linear", "minimax", "lfm2_moe"}
+CHUNKED = SCANS - {"mamba", "jamba", "lfm2_moe"}
 NO_LORA_ON_OUTPUT = {"mamba", "nemotron_h"}  # peft refuses it
 RUN_BY_NAME = {"llama4_text", "phimoe"}  # peft's all-linear takes the router, which then cannot run
 NO_CHECKPOINTING = {"jetmoe"}
@@ -89,7 +90,7 @@ def _measured(config: dict[str, Any], sequence: int, targets: Any, checkpointing
 def _compare(family: str, method: str, checkpointing: bool) -> None:
     config = TINY_CONFIGS[family]
     # chunks of a scan are whole, and its first and last chunk, which do less, weigh little
-    sequence = 192 if family in SCANS else 64
+    sequence = 192 if family in CHUNKED else 64
     targets: Any = None
     if method == "lora":
         by_name = family in NO_LORA_ON_OUTPUT | RUN_BY_NAME
@@ -112,7 +113,7 @@ SETTINGS = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("method", "checkpointing"), SETTINGS)
+@pytest.mark.parametrize(("method", "checkpointing"), SETTINGS[1:3])
 @pytest.mark.parametrize("family", QUICK)
 def test_flops_equal_those_of_the_real_modules(family: str, method: str, checkpointing: bool) -> None:
     _compare(family, method, checkpointing)
@@ -121,7 +122,7 @@ def test_flops_equal_those_of_the_real_modules(family: str, method: str, checkpo
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "checkpointing"), SETTINGS)
-@pytest.mark.parametrize("family", [family for family in TINY_CONFIGS if family not in QUICK])
+@pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_flops_of_every_architecture(family: str, method: str, checkpointing: bool) -> None:
     if checkpointing and family in NO_CHECKPOINTING:
         pytest.skip("the real module has no gradient checkpointing")
@@ -163,6 +164,7 @@ def test_flops_equal_those_of_the_trace(row: dict[str, Any]) -> None:
     assert counted.recompute_total == row["recompute_flops"]
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     family=st.sampled_from(["llama", "qwen2_moe", "gemma3_text", "mamba", "jetmoe", "llama4_text", "opt"]),
     method=st.sampled_from(["full", "lora"]),
@@ -211,7 +213,7 @@ def test_a_tied_head_costs_as_much_as_an_untied_one() -> None:
 
 
 def test_a_sliding_window_bounds_what_is_needed_not_what_a_mask_hides() -> None:
-    config = {**TINY_CONFIGS["mistral" if "mistral" in TINY_CONFIGS else "gemma3_text"], "sliding_window": 32}
+    config = {**TINY_CONFIGS["gemma3_text"], "sliding_window": 32}
     batch = Batch.of(1, 256)
     model, masked = _job(config, 256, method="full")
     _, skipped = _job(config, 256, method="full", attn_implementation="flash_attention_2")
