@@ -239,13 +239,19 @@ def _skipped_in_recompute(layer: Layer, adapted: LayerAdapters) -> tuple[str, fl
     return "attention_linears" if last.is_mixer else "mlp", 2.0 * last.in_features * last.out_features
 
 
-def _trains_below(model: ModelSpec, job: ResolvedJob) -> bool:
-    """Whether something before the first layer is trained or made to need a gradient (checkpointing does that)."""
+def _embedding_passes_gradient(model: ModelSpec, job: ResolvedJob) -> bool:
+    """Whether the embedding's result needs a gradient: it is trained, or checkpointing makes it need one."""
     if not job.is_peft or job.gradient_checkpointing:
         return True
-    saved = any(model.embedding_path.endswith(name) for name in job.lora_modules_to_save)
-    outside = plan_adapters(model, job).outside
-    return saved or any(each.linear.name == model.embedding_path or each.linear.place == "stem" for each in outside)
+    if any(model.embedding_path.endswith(name) for name in job.lora_modules_to_save):
+        return True
+    return any(each.linear.name == model.embedding_path for each in plan_adapters(model, job).outside)
+
+
+def _trains_below(model: ModelSpec, job: ResolvedJob) -> bool:
+    """Whether the first layer's input needs a gradient."""
+    stem = any(each.linear.place == "stem" for each in plan_adapters(model, job).outside)
+    return stem or _embedding_passes_gradient(model, job)
 
 
 @lru_cache(maxsize=256)
@@ -307,7 +313,7 @@ def _work(model: ModelSpec, job: ResolvedJob) -> _Work:
     for linear in model.linears:
         product = _linear_product(linear, full, 0)
         forward["mlp"] += product.forward
-        passes_on = _trains_below(model, job) or linear.place == "side_out"
+        passes_on = _embedding_passes_gradient(model, job) or linear.place == "side_out"
         backward["mlp"] += product.weight_gradient + (product.forward if passes_on else 0.0)
     return _Work(
         forward,
@@ -363,11 +369,12 @@ def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
     for each in plan_adapters(model, job).outside:
         into, out = 2.0 * each.r * each.linear.in_features, 2.0 * each.r * each.linear.out_features
         is_last = each.linear.name == model.head_path or each.linear.place == "side_out"
+        passes_on = is_last or _embedding_passes_gradient(model, job)
         if each.linear.name == model.embedding_path:
             into = 0.0  # a look-up
         rows = batch.num_head_tokens if each.linear.name == model.head_path else tokens
         forward["adapters"] += (into + out) * rows
-        backward["adapters"] += ((2 if is_last else 1) * into + 2 * out) * rows
+        backward["adapters"] += ((2 if passes_on else 1) * into + 2 * out) * rows
     return Flops(forward, backward, recompute)
 
 
