@@ -175,9 +175,9 @@ PEFT_LONGEST_TOKENS = 656
 def peft_runs() -> Iterator[Run]:
     """PEFT's own comparison on an L40S: bf16 weights, fp32 adapters without autocast, no checkpointing, a plain loop.
 
-    Samples are sorted by length inside buckets of 80, so a batch of 4 holds nearly equal lengths. The loop keeps the KV cache
-    and the logits alive through the backward. Its longest sample is not published; 656 tokens is what a trace of the same
-    loop needs for the reserved peak of LoRA r 32, and is in line with the comparison's limit of 1,300 characters.
+    Samples are sorted by length inside buckets of 80, so a batch of 4 holds nearly equal lengths. The loop keeps the KV
+    cache and the logits alive through the backward. Its longest sample is not published; 656 tokens is what a trace of the
+    same loop needs for the reserved peak of LoRA r 32, and is in line with the comparison's limit of 1,300 characters.
     """
     for row in _rows("peft_metamathqa"):
         full = row["method"] == "full"

@@ -22,9 +22,9 @@ CUDA_CONTEXT_BYTES: Final = 480 * MIB
 # 4-22 %.
 ALLOCATOR_OVERHEAD: Final[dict[str, float]] = {"lora": 0.05, "lora_checkpointed": 0.09, "full": 0.10}
 
-# Memory of adapted 4-bit experts in a Python loop over what their tensors add up to. Fitted on the fourteen largest batches of
-# arXiv:2408.04693 (Mixtral QLoRA, transformers 4; 40, 48 and 80 GB; two and eight experts a token; 128 to 1,024 tokens), whose
-# capacities are four times smaller than the tensors say, in proportion to tokens times experts. Not explained; one source.
+# Memory of adapted 4-bit experts in a Python loop over what their tensors add up to. Fitted on the fourteen largest batches
+# of arXiv:2408.04693 (Mixtral QLoRA, transformers 4; 40, 48 and 80 GB; two and eight experts a token; 128 to 1,024 tokens):
+# they need four times what the tensors say, in proportion to tokens times experts. Not explained; one source.
 EXPERT_LOOP_FACTOR: Final = 4.2
 
 # Positions whose logits exist at once: TRL 1.16 kernels/chunked_logprob.py; Liger's fused head sizes its chunks by

@@ -199,7 +199,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
         kbit_prep = is_kbit and not is_trl
         if is_kbit:
             assumed.append("prepare_model_for_kbit_training")
-    # SFTConfig turns checkpointing on, TrainingArguments does not; peft's k-bit preparation switches it on unless told not to.
+    # SFTConfig turns checkpointing on, TrainingArguments does not; peft's k-bit preparation does, unless told not to.
     checkpointing = pick("gradient_checkpointing", is_trl or kbit_prep)
     max_steps = job.max_steps if job.max_steps and job.max_steps > 0 else None
     return (

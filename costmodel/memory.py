@@ -48,6 +48,7 @@ _STATE_OWN_COPIES = {
     "rmsprop": 1,
     "sgd": 0,
 }
+_FOREACH_OPTIMIZERS = frozenset({"adamw_torch", "sgd", "adagrad"})
 _STATE_BYTES = {
     "paged_adamw_32bit": 8.0,
     "adamw_8bit": 2 + 2 * 4 / 256,  # one fp32 scale for 256 elements of each state (bitsandbytes)
@@ -176,7 +177,8 @@ def trained_parameter_bytes(model: ModelSpec, job: ResolvedJob) -> int:
         return model.num_params * BYTES_PER_ELEMENT[job.dtype]
     adapters = plan_adapters(model, job)
     copied = adapters.saved_modules_params
-    return (adapters.num_params - copied) * BYTES_PER_ELEMENT[job.adapter_dtype] + copied * BYTES_PER_ELEMENT[stream_dtype(job)]
+    adapter_bytes, copied_bytes = BYTES_PER_ELEMENT[job.adapter_dtype], BYTES_PER_ELEMENT[stream_dtype(job)]
+    return (adapters.num_params - copied) * adapter_bytes + copied * copied_bytes
 
 
 def _optimizer_bytes(model: ModelSpec, job: ResolvedJob, trained_bytes: int) -> int:
@@ -335,9 +337,9 @@ def _experts_bytes(experts: Experts, adapted: LayerAdapters, full: bool, activat
 def _looped_experts_bytes(experts: Experts, types: _Types) -> float:
     """What adapted, quantised experts in a Python loop (transformers 4) hold for each token.
 
-    A row of one expert keeps both branches and the activation in the type that bitsandbytes returns, two 16-bit copies of the
-    product (the adapter's and bitsandbytes' own), the same two of the input for each of its readers, and the result. The
-    measured capacities hold :data:`EXPERT_LOOP_FACTOR` times that.
+    A row of one expert keeps both branches and the activation in the type that bitsandbytes returns, two 16-bit copies of
+    the product (the adapter's and bitsandbytes' own), the same two of the input for each of its readers, and the result.
+    The measured capacities hold :data:`EXPERT_LOOP_FACTOR` times that.
     """
     per_row = (3.0 * types.mlp + 4.0) * experts.intermediate_size + (8.0 + types.mlp) * experts.hidden_size
     return EXPERT_LOOP_FACTOR * experts.num_experts_computed * per_row
@@ -544,7 +546,7 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
-        optimizer_temporary_bytes=float(trained_parameter_bytes(model, job)) if job.optim in {"adamw_torch", "sgd", "adagrad"} else 0.0,
+        optimizer_temporary_bytes=float(trained_parameter_bytes(model, job)) if job.optim in _FOREACH_OPTIMIZERS else 0.0,
         embedding_is_trained=embedding_trained,
     )
 

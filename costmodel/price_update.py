@@ -90,7 +90,8 @@ class PriceUpdate:
 def fetch_offers() -> tuple[list[Any], str]:
     """Every GPU offer that gpuhunt knows, and the version that told.
 
-    Needs the network, unless ``GPUHUNT_CATALOG_DIR`` (gpuhunt's own variable) names a folder of its catalogues. Raises :class:`MissingExtraError` without gpuhunt, :class:`CostModelError` where it cannot load its catalogue.
+    Needs the network, unless ``GPUHUNT_CATALOG_DIR`` (gpuhunt's own variable) names a folder of its catalogues. Raises
+    :class:`MissingExtraError` without gpuhunt, :class:`CostModelError` where it cannot load its catalogue.
     """
     try:
         gpuhunt: Any = importlib.import_module("gpuhunt")

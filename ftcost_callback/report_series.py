@@ -32,6 +32,7 @@ NOT_MEASURED: Final = math.nan
 STEP_COLUMNS: Final = (
     "global_step",
     "session_index",
+    "num_steps",
     "step_seconds",
     "data_wait_seconds",
     "num_tokens",
@@ -188,7 +189,9 @@ class RunSeries:
         return next((value for value in reversed(self.columns[name]) if value == value), None)
 
     def total(self, name: str) -> float | None:
-        values = self.measured(name)
+        """Sum over the steps; a row of a very long run stands for ``num_steps`` of them, with their mean."""
+        column, counts = self.columns[name], self.columns["num_steps"]
+        values = [value * count for value, count in zip(column, counts, strict=True) if value == value]
         return math.fsum(values) if values else None
 
     def summary_value(self, name: str) -> float | None:
@@ -228,10 +231,9 @@ def totals(run: RunSeries) -> Totals:
         if name in seconds:
             seconds[name] += finite(value) or 0.0
     wall = max(run.last("elapsed_seconds") or 0.0, sum(seconds.values()) - seconds["data_wait"])
+    columns = (run.columns[name] for name in ("step_seconds", "num_steps", "repeated"))
     wasted = math.fsum(
-        value
-        for value, repeated in zip(run.columns["step_seconds"], run.columns["repeated"], strict=True)
-        if repeated == 1 and value == value
+        value * count for value, count, repeated in zip(*columns, strict=True) if repeated == 1 and value == value
     )
     spent = run.last("spent_usd")
     elapsed = run.last("elapsed_seconds")
@@ -339,7 +341,7 @@ class _Reader:
             return
         get = row.get
         for name, column in self.run.columns.items():
-            value = get(name)
+            value = get(name, 1 if name == "num_steps" else None)
             column.append(NOT_MEASURED if value is None or finite(value) is None else value)
 
     def _take_session(self, row: dict[str, Any]) -> None:

@@ -616,3 +616,12 @@ def test_a_browser_draws_the_second_run_when_its_tab_is_opened(moe_file: Path, t
     assert seen["faults"] == []
     assert (seen["charts"], seen["drawn"]) == (7, 7)
     assert (seen["second"], seen["secondCharts"]) == (3, 3)
+
+
+def test_a_thinned_row_counts_for_the_steps_it_stands_for(tmp_path: Path) -> None:
+    session = {"type": "session", "run_id": "r", "session_index": 0, "started_at": "2026-01-01T00:00:00+00:00"}
+    single = {"type": "step", "global_step": 1, "session_index": 0, "step_seconds": 2.0, "num_tokens": 10}
+    thinned = {"type": "step", "global_step": 5, "session_index": 0, "step_seconds": 3.0, "num_tokens": 20, "num_steps": 4}
+    series = read_series(write_rows(tmp_path / "run.jsonl", [session, single, thinned]))
+    assert series.total("step_seconds") == 2.0 + 4 * 3.0
+    assert series.total("num_tokens") == 10 + 4 * 20

@@ -33,7 +33,12 @@ def build(config: Mapping[str, Any], *, device: str = "meta", **changes: Any) ->
     model_type = "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"]
     fields = {name: value for name, value in config.items() if name not in _NOT_FOR_THE_CLASS}
     of_class = transformers.CONFIG_MAPPING[model_type](**fields)
-    if "num_experts" in fields or "num_local_experts" in fields or "n_routed_experts" in fields or "moe_num_experts" in fields:
+    if (
+        "num_experts" in fields
+        or "num_local_experts" in fields
+        or "n_routed_experts" in fields
+        or "moe_num_experts" in fields
+    ):
         changes = {"experts_implementation": "grouped_mm", **changes}
     if model_type in {"llama4_text", "dbrx", "jetmoe"}:
         changes.pop("experts_implementation", None)
