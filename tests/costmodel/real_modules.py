@@ -1,7 +1,7 @@
 """The real modules of transformers, to hold the counted ones against: on the meta device, or tiny on the CPU.
 
-``tiny_configs.json`` holds one small config for each architecture (hidden size 64, 2 to 8 layers), in the shape of a published
-one of its family.
+``tiny_configs.json`` holds one small config for each architecture (hidden size 64, 2 to 8 layers), in the shape of a
+published one of its family.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("t
 NO_SDPA = {"bloom", "mpt", "gemma2", "gpt_oss"}
 """Families that transformers runs with eager attention alone (flash apart)."""
 
+_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+_NO_GROUPED_PRODUCT = {"llama4_text", "dbrx", "jetmoe"}
 _NOT_FOR_THE_CLASS = {"model_type", "architectures", "quantization_config", "torch_dtype", "dtype"}
 
 
@@ -33,18 +35,8 @@ def build(config: Mapping[str, Any], *, device: str = "meta", **changes: Any) ->
     model_type = "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"]
     fields = {name: value for name, value in config.items() if name not in _NOT_FOR_THE_CLASS}
     of_class = transformers.CONFIG_MAPPING[model_type](**fields)
-    if (
-        "num_experts" in fields
-        or "num_local_experts" in fields
-        or "n_routed_experts" in fields
-        or "moe_num_experts" in fields
-    ):
-        changes = {"experts_implementation": "grouped_mm", **changes}
-    if model_type in {"llama4_text", "dbrx", "jetmoe"}:
-        changes.pop("experts_implementation", None)
-    experts = changes.pop("experts_implementation", None)
-    if experts:
-        of_class._experts_implementation = experts
+    if _EXPERTS.intersection(fields) and model_type not in _NO_GROUPED_PRODUCT:
+        of_class._experts_implementation = "grouped_mm"
     if device == "meta":
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(of_class)
