@@ -234,7 +234,7 @@ def _add_device_seconds(
     is_cpu: bool,
 ) -> None:
     bandwidth = gpu.memory_bandwidth_bytes_per_second * (1.0 if is_cpu else c.BANDWIDTH_EFFICIENCY)
-    device = _Device(sums, rate, bandwidth, 0.0 if is_cpu else c.GEMM_HALF_ROWS, BYTES_PER_ELEMENT[compute_dtype(job)])
+    device = _Device(sums, rate, bandwidth, c.GEMM_HALF_ROWS, BYTES_PER_ELEMENT[compute_dtype(job)])
     cache = None if is_cpu else (gpu.l2_cache_bytes or 0)
     for layer, adapted, count in plan_adapters(model, job).runs:
         _add_products(device, job, layer, adapted, count, batch.num_tokens)
