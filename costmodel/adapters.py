@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Final
 
 from costmodel.defaults import ResolvedJob
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.hf_config import Experts, Layer, Linear, ModelSpec
 
 REWRITTEN_FAMILIES: Final = frozenset(
@@ -203,7 +203,7 @@ def _plan(
     if plan.num_params == 0:
         names = sorted({linear.leaf for layer, _ in model.layers for linear in layer.linears})
         raise CostModelError(
-            f"no weight of {model.name} matches lora_target_modules {target_modules!r}; its linears: {', '.join(names)}"
+            f"no weight of {model.name} matches lora_target_modules {shown(target_modules)}; its linears: {', '.join(names)}"
         )
     if (dropout or dora) and any(adapters.parameters for _, adapters, _ in runs):
         setting = "set lora_dropout to 0" if dropout else "turn use_dora off"
@@ -225,7 +225,7 @@ def _targets(target_modules: str | tuple[str, ...], modules_to_save: tuple[str, 
     try:
         return _Targets(None, re.compile(target_modules), excluded)
     except re.error as error:
-        raise CostModelError(f"lora_target_modules {target_modules!r} is not a regular expression: {error}") from None
+        raise CostModelError(f"lora_target_modules {shown(target_modules)} is not a regular expression: {error}") from None
 
 
 def _adapt_layer(
@@ -386,7 +386,7 @@ def _saved_params(model: ModelSpec, modules_to_save: tuple[str, ...]) -> int:
     missing = [name for name in modules_to_save if name not in found]
     if missing:
         raise CostModelError(
-            f"lora_modules_to_save {missing[0]!r} names no module of {model.name}; examples: "
+            f"lora_modules_to_save {shown(missing[0])} names no module of {model.name}; examples: "
             f"{model.embedding_path.rpartition('.')[2]}, {model.head_path}"
         )
     return total

@@ -112,13 +112,24 @@ Builder = Callable[[Fields, int], Block]
 # --- mixers ----------------------------------------------------------------------------------------------------------
 
 
+# Config classes that ask for it even where head_dim is given (their validate_architecture, transformers 5.24).
+_DIVISIBLE_FAMILIES: Final = frozenset(
+    {"llama", "gpt_neox", "deepseek_v2", "arcee", "cwm", "exaone", "gemma2", "gemma3_text", "vaultgemma"}
+)
+
+
 def head_counts(fields: Fields) -> tuple[int, int, int]:
     """(query heads, key/value heads, head width)."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.optional_size("num_key_value_heads") or heads
     if heads % kv_heads:
         raise CostModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return heads, kv_heads, fields.optional_size("head_dim") or fields.hidden_size // heads
+    head_dim = fields.optional_size("head_dim")
+    if fields.hidden_size % heads and (head_dim is None or fields.model_type in _DIVISIBLE_FAMILIES):
+        raise CostModelError(
+            f"hidden_size {fields.hidden_size} is not a multiple of num_attention_heads {heads}; change both together"
+        )
+    return heads, kv_heads, head_dim or fields.hidden_size // heads
 
 
 def no_window(fields: Fields, layer: int) -> int | None:

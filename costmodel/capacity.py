@@ -9,6 +9,7 @@ from costmodel.defaults import ResolvedJob
 from costmodel.hf_config import ModelSpec
 from costmodel.lengths import LengthDistribution, longest_batch
 from costmodel.memory import peak_device_bytes
+from costmodel.workload import Batch
 
 MAX_BATCH_SIZE: Final = 65_536
 MAX_SEQUENCE_TOKENS: Final = 4_194_304
@@ -58,25 +59,67 @@ def max_batch_size(
     *,
     is_padded: bool,
     on_cpu: bool = False,
+    attended_tokens: int | None = None,
 ) -> int:
-    """The largest ``per_device_train_batch_size`` whose longest batch fits; 0 when not even one sequence does."""
+    """The largest ``per_device_train_batch_size`` whose longest batch fits; 0 when not even one sequence does.
+
+    The evaluation's batch stays as it is: 0 as well when that alone does not fit. ``attended_tokens`` as in
+    :func:`costmodel.lengths.longest_batch`.
+    """
+    evaluation = evaluation_batch(job, sequence_tokens, attended_tokens)
 
     def peak(size: int) -> int:
         return peak_device_bytes(
-            model, job, longest_batch(job, size, sequence_tokens), is_padded=is_padded and size > 1, on_cpu=on_cpu
+            model,
+            job,
+            longest_batch(job, size, sequence_tokens, attended_tokens),
+            is_padded=is_padded and size > 1,
+            on_cpu=on_cpu,
+            evaluation=evaluation,
         )
 
     return largest_that_fits(peak, capacity_bytes, MAX_BATCH_SIZE)
 
 
+def evaluation_batch(job: ResolvedJob, sequence_tokens: int, attended_tokens: int | None = None) -> Batch | None:
+    """The longest batch of an evaluation; ``None`` where the job has none."""
+    if job.eval_strategy == "no":
+        return None
+    return longest_batch(job, job.per_device_eval_batch_size, sequence_tokens, attended_tokens)
+
+
+def evaluation_fits(
+    model: ModelSpec, job: ResolvedJob, evaluation: Batch, capacity_bytes: int, *, on_cpu: bool = False
+) -> bool:
+    """Whether the evaluation fits beside the smallest training batch: one token."""
+    smallest = longest_batch(job, 1, 1)
+    alone = peak_device_bytes(model, job, smallest, on_cpu=on_cpu)
+    return (
+        alone > capacity_bytes  # nothing fits, and it is not the evaluation's fault
+        or peak_device_bytes(model, job, smallest, on_cpu=on_cpu, evaluation=evaluation) <= capacity_bytes
+    )
+
+
 def max_length_that_fits(
-    model: ModelSpec, job: ResolvedJob, capacity_bytes: int, *, is_padded: bool, on_cpu: bool = False
+    model: ModelSpec,
+    job: ResolvedJob,
+    capacity_bytes: int,
+    *,
+    is_padded: bool,
+    on_cpu: bool = False,
+    attended_tokens: int | None = None,
 ) -> int:
-    """The longest padded sequence, in tokens, that fits at this job's batch size."""
+    """The longest padded sequence, in tokens, that fits at this job's batch sizes, of training and of evaluation."""
 
     def peak(tokens: int) -> int:
-        batch = longest_batch(job, job.per_device_train_batch_size, tokens)
-        return peak_device_bytes(model, job, batch, is_padded=is_padded, on_cpu=on_cpu)
+        return peak_device_bytes(
+            model,
+            job,
+            longest_batch(job, job.per_device_train_batch_size, tokens, attended_tokens),
+            is_padded=is_padded,
+            on_cpu=on_cpu,
+            evaluation=evaluation_batch(job, tokens, attended_tokens),
+        )
 
     return largest_that_fits(peak, capacity_bytes, MAX_SEQUENCE_TOKENS)
 

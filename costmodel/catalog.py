@@ -59,6 +59,19 @@ _NOISE_WORDS: Final = frozenset(
     {"nvidia", "amd", "geforce", "tesla", "instinct", "gpu", "gpus", "tensor", "core", "accelerator"}
     | {"generation", "edition", "per", "oam"}
 )
+# Words that make another, mostly larger, product of the one they follow: never filled in.
+_GRADE_WORDS: Final = frozenset({"ti", "super", "d", "max", "q", "titan", "quadro"})
+_VENDOR_PREFIX: Final = re.compile(r"^(?:nvidia|amd)?(?:geforce|tesla|instinct)?")
+
+
+def _run_together(name: str) -> str:
+    """``"NVIDIA GeForce RTX 4090"`` -> ``"rtx4090"``."""
+    return _VENDOR_PREFIX.sub("", re.sub(r"[^a-z0-9]+", "", name.lower()))
+
+
+def _says_a_model(word: str) -> bool:
+    """Whether a word tells products apart at all: ``"h100"`` does; ``"80gb"``, ``"sxm5"`` and ``"server"`` do not."""
+    return any(character.isdigit() for character in word) and not re.fullmatch(r"\d+gb|sxm\d*|hbm\d+e?", word)
 
 
 def _gpu_words(name: str) -> tuple[str, ...]:
@@ -76,6 +89,8 @@ class _GpuEntry:
     row: dict[str, str]
     spellings: tuple[tuple[str, ...], ...]
     optional_words: frozenset[str]  # true of this product, but may be left out: its memory size, "rtx"
+    needed_words: frozenset[str]  # without these another product is meant
+    run_together: frozenset[str]  # each name without spaces, hyphens and vendor
 
     @property
     def name(self) -> str:
@@ -93,6 +108,12 @@ class _GpuEntry:
         """Nothing in ``words`` speaks against this product."""
         return set(words) <= self.optional_words.union(*self.spellings)
 
+    def needs_size(self, name: str) -> bool:
+        """Cards of two sizes share all of the product's names but the one with the size, and ``name`` is none with it."""
+        size = f"{self.row['marketed_memory_gb']}gb"
+        with_size = [spelling for spelling in self.spellings if any(re.fullmatch(r"\d+gb", word) for word in spelling)]
+        return with_size == [_gpu_words(self.name)] and size in with_size[0] and size not in "".join(_gpu_words(name))
+
     def _needed(self, words: tuple[str, ...]) -> list[str]:
         return [word for word in words if word not in self.optional_words]
 
@@ -106,11 +127,17 @@ def _gpu_entries() -> tuple[_GpuEntry, ...]:
     entries = []
     for row in _read_table("gpus.csv"):
         names = [row["name"], *_split_names(row["nvml_names"]), *_split_names(row["also_called"])]
+        needed = _GRADE_WORDS & set(_gpu_words(row["name"]))
+        if needed & {"titan", "quadro"}:  # the cards of these names without "RTX" are other ones
+            needed |= {"rtx"}
+        optional = {f"{row['marketed_memory_gb']}gb"} | ({"rtx"} if "RTX" in row["name"] else set())
         entries.append(
             _GpuEntry(
                 row=row,
                 spellings=tuple(_gpu_words(name) for name in names),
-                optional_words=frozenset({f"{row['marketed_memory_gb']}gb"} | ({"rtx"} if "RTX" in row["name"] else set())),
+                optional_words=frozenset(optional - needed),
+                needed_words=frozenset(needed),
+                run_together=frozenset(_run_together(name) for name in names),
             )
         )
     return tuple(entries)
@@ -161,12 +188,22 @@ def find_gpu(name: str) -> GpuSpec:
     words = _gpu_words(name)
     entries = _gpu_entries()
     matches = [entry for entry in entries if entry.is_named(words)] if set(words) - {"rtx"} else []
-    if not matches and set(words) - {"rtx"}:
-        matches = [entry for entry in entries if entry.fits(words)]
     if not matches:
-        raise UnknownNameError("GPU", name, [entry.name for entry in entries], way_out=_DESCRIBE_GPU)
+        matches = [entry for entry in entries if _run_together(name) in entry.run_together]
+    way_out = _DESCRIBE_GPU
+    if not matches and any(map(_says_a_model, words)):
+        matches = [entry for entry in entries if entry.fits(words)]
+        if matches and not any(entry.needed_words <= set(words) for entry in matches):
+            way_out = f"{', '.join(entry.name for entry in matches)} is another card; {way_out}"
+            matches = []
+    if not matches:
+        raise UnknownNameError("GPU", name, [entry.name for entry in entries], way_out=way_out)
     if len(matches) > 1:
         raise AmbiguousNameError("GPU", name, [entry.name for entry in matches])
+    if matches[0].needs_size(name):
+        raise AmbiguousNameError(
+            "GPU", name, [matches[0].name], way_out="cards of other memory sizes carry this name, so say the size"
+        )
     return _gpu_spec(matches[0].name)
 
 

@@ -11,7 +11,9 @@ import copy
 import datetime
 import functools
 import inspect
+import io
 import json
+import math
 import os
 import sys
 import traceback
@@ -23,8 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TextIO, Union
 import typer
 from pydantic import ValidationError
 
-from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
-from costmodel.specs import GpuSpec, Job, Lengths
+from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError, one_line, shown
+from costmodel.specs import GpuSpec, Job, Lengths, validation_message
+from costmodel.strict_json import parse_json
 from costmodel.units import GIB, GIGA, SECONDS_PER_HOUR, TERA
 
 if TYPE_CHECKING:
@@ -196,7 +199,7 @@ def _field_from_text(name: str, text: str, leaves: set[Any]) -> Any:
         return lengths_from_text(text)
     if dict in leaves or GpuSpec in leaves:
         if text.startswith("{") or leaves <= {dict, types.NoneType}:
-            return _parse_json(text, f"--{name.replace('_', '-')}")
+            return parse_json(text, f"--{name.replace('_', '-')}")
         return text
     if tuple in leaves:
         # peft takes a string as a regex over module paths; a plain name on the command line is a list of one.
@@ -221,7 +224,7 @@ def _number_or_text(text: str) -> int | float | str:
 def lengths_from_text(text: str) -> dict[str, Any]:
     """``"79:4000,174:9000"``, ``"mean:187,max:1470"``, ``"fixed:1024"`` ... -> the job's ``lengths`` mapping."""
     if text.startswith("{"):
-        return dict(_parse_json(text, "--lengths"))
+        return dict(parse_json(text, "--lengths"))
     usage = (
         "use 79:4000,174:9000 (tokens:samples), mean:187,max:1470, fixed:1024, values:12,80, dataset:math_14k or file:PATH"
     )
@@ -232,15 +235,15 @@ def lengths_from_text(text: str) -> dict[str, Any]:
         return {"values": [_number_or_text(part.strip()) for part in rest.split(",")]}
     pairs = [pair.partition(":") for pair in text.split(",") if pair.strip()]
     if not pairs or not all(colon and value.strip() for _, colon, value in pairs):
-        raise CostModelError(f"--lengths {text!r} is not understood; {usage}")
+        raise CostModelError(f"--lengths {shown(text)} is not understood; {usage}")
     named = {key.strip(): _number_or_text(value.strip()) for key, _, value in pairs}
     if set(named) <= {"fixed", "mean", "max"}:
         return named
     if all(key.isdigit() for key in named):
         if len(named) < len(pairs):
-            raise CostModelError(f"--lengths {text!r} gives one length twice; {usage}")
+            raise CostModelError(f"--lengths {shown(text)} gives one length twice; {usage}")
         return {"histogram": {int(key): count for key, count in named.items()}}
-    raise CostModelError(f"--lengths {text!r} is not understood; {usage}")
+    raise CostModelError(f"--lengths {shown(text)} is not understood; {usage}")
 
 
 def _described_gpu(
@@ -267,17 +270,6 @@ def _described_gpu(
 # --- job files --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not a number")
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CostModelError(f"{where} is not valid JSON: {error}") from None
-
-
 def _read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -292,13 +284,25 @@ def _read_text(path: str) -> str:
         raise CostModelError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read_job_file(path: str) -> dict[str, Any]:
-    """The fields of a job file, or of another tool's configuration, whose warnings go to stderr. Not validated yet."""
-    from costmodel.importers import import_config
+def read_job_file(path: str, *, says_num_samples: bool = False) -> dict[str, Any]:
+    """The fields of a job file, or of another tool's configuration, whose warnings go to stderr. Not validated yet.
 
-    imported = import_config(path)
+    ``-`` is one job, or one configuration, on standard input.
+    """
+    from costmodel.importers import import_config, import_mapping
+
+    if path == "-":
+        from costmodel.importers.reading import mapping_in_text
+
+        text = "".join(_standard_input()).removeprefix("\ufeff")
+        is_yaml = not text.lstrip().startswith("{")
+        imported = import_mapping(mapping_in_text(text, "standard input", is_yaml=is_yaml), "standard input")
+    else:
+        imported = import_config(path)
     for warning in imported.all_warnings:
         _say(warning)
+    if says_num_samples and (waits := imported.waits_for_dataset):
+        _say(waits)
     return imported.fields
 
 
@@ -356,13 +360,29 @@ _File = Annotated[
         metavar="[FILE]", help="Job file (.json, .yaml, .jsonl: a job a line), - for stdin, or another tool's config."
     ),
 ]
+
+
+def _finite(option: typer.CallbackParam, value: float | None) -> float | None:
+    """``nan`` and ``inf`` are numbers to the parser, and nan passes every limit."""
+    if value is not None and not math.isfinite(value):
+        raise CostModelError(f"{option.opts[0]} must be a finite number, got {value}")
+    return value
+
+
 _Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")]
 _Markdown = Annotated[bool, typer.Option("--markdown", help="As Markdown.")]
 _GpuMemory = Annotated[
-    float | None, typer.Option("--gpu-memory-gib", help="Describe a GPU that is not in the catalogue.", min=0.1)
+    float | None,
+    typer.Option(
+        "--gpu-memory-gib", help="Describe a GPU that is not in the catalogue.", min=0.1, max=1e6, callback=_finite
+    ),
 ]
-_GpuBandwidth = Annotated[float | None, typer.Option("--gpu-bandwidth-gb-per-second", help="Of its memory.", min=1)]
-_GpuPeak = Annotated[float | None, typer.Option("--gpu-bf16-tflops", help="Its dense bf16 peak.", min=0.01)]
+_GpuBandwidth = Annotated[
+    float | None, typer.Option("--gpu-bandwidth-gb-per-second", help="Of its memory.", min=1, callback=_finite)
+]
+_GpuPeak = Annotated[
+    float | None, typer.Option("--gpu-bf16-tflops", help="Its dense bf16 peak.", min=0.01, callback=_finite)
+]
 
 
 def _use_price_file(context: typer.Context, path: str | None) -> str | None:
@@ -387,11 +407,18 @@ _PriceFile = Annotated[
 ]
 _Interruptions = Annotated[
     float | None,
-    typer.Option("--interruptions-per-hour", help="Of a spot machine: counts lost work and restarts in.", min=0),
+    typer.Option(
+        "--interruptions-per-hour", help="Of a spot machine: counts lost work and restarts in.", min=0, callback=_finite
+    ),
 ]
 _Restart = Annotated[
     float | None,
-    typer.Option("--restart-seconds", help="From an interruption to the next step; default: the start-up time.", min=0),
+    typer.Option(
+        "--restart-seconds",
+        help="From an interruption to the next step; default: the start-up time.",
+        min=0,
+        callback=_finite,
+    ),
 ]
 _Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Also draw it: .svg, .html or .png.")]
 
@@ -436,10 +463,10 @@ def estimate_command(
     as_json: _Json = False,
     markdown: _Markdown = False,
     budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", help="Exit code 4 if the run costs more.", min=0)
+        float | None, typer.Option("--budget-usd", help="Exit code 4 if the run costs more.", min=0, callback=_finite)
     ] = None,
     deadline_hours: Annotated[
-        float | None, typer.Option("--deadline-hours", help="Exit code 4 if the run takes longer.", min=0)
+        float | None, typer.Option("--deadline-hours", help="Exit code 4 if the run takes longer.", min=0, callback=_finite)
     ] = None,
     gpu_memory_gib: _GpuMemory = None,
     gpu_bandwidth_gb_per_second: _GpuBandwidth = None,
@@ -454,6 +481,7 @@ def estimate_command(
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json or its folder, to count with.")
     ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 2 if any line of a .jsonl or - is wrong.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show where each value came from.")] = False,
     **flags: Any,
 ) -> int:
@@ -461,6 +489,7 @@ def estimate_command(
 
     FILE is a job, an Axolotl, LLaMA-Factory or TRL config, a W&B run's config or a checkpoint folder.
     """
+    _format(None, as_json, markdown, ())
     fields = job_fields_from_flags(flags)
     spot = _spot_terms(interruptions_per_hour, restart_seconds)
     gpu = _described_gpu(fields.get("gpu"), gpu_memory_gib, gpu_bandwidth_gb_per_second, gpu_bf16_tflops)
@@ -472,7 +501,9 @@ def estimate_command(
                 "--budget-usd, --deadline-hours, --markdown, --plot, --interruptions-per-hour, --dataset and --explain go "
                 "with a single job"
             )
-        return _estimate_lines(file, fields)
+        return _estimate_lines(file, fields, strict=strict)
+    if strict:
+        raise CostModelError("--strict goes with jobs of a .jsonl file or of -")
     if tokenizer is not None and dataset is None:
         raise CostModelError("--tokenizer goes with --dataset")
     if dataset is not None and "lengths" in fields:
@@ -497,6 +528,8 @@ def estimate_command(
         decided = dataset_fields(counted, job, imported)
     answer = _with_spot(estimate({**job, **decided}).to_dict(), spot)
     said = [*(imported.all_warnings if imported else ()), *(counted.warnings if counted else ())]
+    if imported is not None and counted is None and "num_samples" in job and (waits := imported.waits_for_dataset):
+        said.append(waits)
     filled = [name for name in (imported.assumed if imported else ()) if name not in fields]
     answer |= {"warnings": [*said, *answer["warnings"]], "assumed": [*filled, *answer["assumed"]]}
     tables = []
@@ -541,8 +574,11 @@ def _today() -> datetime.date:
     return datetime.date.today()
 
 
-def _say(message: str) -> None:
-    print(f"ftcost: {message}", file=sys.stderr)
+def _say(message: str, stream: TextIO | None = None) -> None:
+    print(f"ftcost: {one_line(message)}", file=stream or sys.stderr)
+
+
+_TOO_LARGE: Final = "a number of the job or of the model's config is too large to compute with"
 
 
 def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_hours: float | None) -> list[str]:
@@ -569,40 +605,79 @@ def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_h
     return excess
 
 
-def _estimate_lines(path: str, fields: Mapping[str, Any]) -> int:
-    """One JSON answer for each job, in order; ``{"error": ...}`` in the place of one that is wrong. Blank lines: none."""
+def _estimate_lines(path: str, fields: Mapping[str, Any], *, strict: bool) -> int:
+    """One JSON answer for each job, in order; ``{"error": ...}`` in the place of one that is wrong. Blank lines: none.
+
+    Exit code 2 where no line is a job or, with ``strict``, where one is not.
+    """
     from costmodel.estimation import estimate
     from costmodel.report import to_json
 
-    num_wrong, had_internal_error, stale = 0, False, None
-    lines: Iterable[str] = sys.stdin if path == "-" else _read_text(path).splitlines()
-    for number, line in _numbered(lines):
+    num_wrong, num_answered, had_internal_error, stale = 0, 0, False, None
+    # Only a line feed ends a line: JSON text may hold U+2028 and its like as they are.
+    lines = _standard_input() if path == "-" else iter(_read_text(path).split("\n"))
+    for number, line in _job_texts(lines):
         try:
-            job = _as_job_mapping(_parse_json(line, f"line {number}"), f"line {number}")
+            job = _as_job_mapping(parse_json(line, f"line {number}"), f"line {number}")
             answer = _with_spot(estimate({**job, **fields}).to_dict())
             stale = stale or _stale_price(answer)
             text = to_json(answer, indent=None)
+            num_answered += 1
         except (CostModelError, ValidationError) as error:
             num_wrong += 1
-            text = to_json({"error": str(error), "line": number}, indent=None)
+            text = to_json({"error": _error_text(error), "line": number}, indent=None)
+        except OverflowError:
+            num_wrong += 1
+            text = to_json({"error": _TOO_LARGE, "line": number}, indent=None)
         except Exception as error:  # a bug here must not cost the other answers
             had_internal_error = True
             text = to_json({"error": f"internal error: {error!r}", "line": number}, indent=None)
         sys.stdout.write(text + "\n")
+    if not (num_wrong or num_answered or had_internal_error):
+        raise CostModelError(f"{'standard input' if path == '-' else path} holds no job")
     if num_wrong:
         _say(f'{num_wrong} line{"s are" if num_wrong > 1 else " is"} not a job: see "error" in the answers')
     if stale:
         _say(stale)
-    return INTERNAL_ERROR if had_internal_error else FITS
+    if had_internal_error:
+        return INTERNAL_ERROR
+    return WRONG_INPUT if num_wrong and (strict or not num_answered) else FITS
 
 
-def _numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+def _job_texts(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
+    """Number and text of each line that is not blank; all of the text where it is one object over several lines."""
     try:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
+        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        for number, line in numbered:
+            if number == 1:
+                line = line.removeprefix("\ufeff")
+            # The first line decides: a feeder that waits for each answer is never read ahead of.
+            if line.lstrip().startswith("{") and not _is_json(line):
+                rest = list(numbered)
+                whole = "\n".join([line, *(text for _, text in rest)])
+                yield from [(number, whole)] if _is_json(whole) else [(number, line), *rest]
+            else:
                 yield number, line
+            break
+        yield from numbered
     except UnicodeDecodeError:
         raise CostModelError("the input is not text in UTF-8") from None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _standard_input() -> Iterator[str]:
+    if sys.stdin is None:
+        raise CostModelError("standard input is closed; give a job file, or pipe one in")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8")  # as of files, whatever the terminal's is
+    yield from sys.stdin
 
 
 # --- compare and the catalogue ----------------------------------------------------------------------------------------
@@ -671,14 +746,18 @@ def compare_command(
 
 
 def _job_and_tiers(file: str | None, flags: Mapping[str, Any], tiers: str | None) -> tuple[dict[str, Any], list[str]]:
-    job = {**(read_job_file(file) if file is not None else {}), **job_fields_from_flags(flags)}
+    fields = job_fields_from_flags(flags)
+    job = {**(read_job_file(file, says_num_samples="num_samples" in fields) if file is not None else {}), **fields}
     if not job:
         raise CostModelError("give a job file, or describe the job with flags: --model, ... (see --help)")
     return job, _split(tiers) or ([job["tier"]] if job.get("tier") else ["on_demand"])
 
 
 def _format(form: str | None, as_json: bool, markdown: bool, known: tuple[str, ...]) -> str:
-    """One format, from ``--format`` or its short forms ``--json`` and ``--markdown``."""
+    """One format, from ``--format`` or its short forms ``--json`` and ``--markdown``. Two are refused."""
+    asked = {*(["json"] if as_json else []), *(["markdown"] if markdown else []), *([form] if form else [])}
+    if len(asked) > 1:
+        raise CostModelError("give one format: --json, --markdown or --format")
     if form is None:
         return "json" if as_json else "markdown" if markdown else "table"
     if form not in known:
@@ -711,11 +790,14 @@ def optimize_command(
     ] = None,
     tiers: _Tiers = None,
     budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", help="The fastest within it; exit code 4 if nothing is.", min=0)
+        float | None,
+        typer.Option("--budget-usd", help="The fastest within it; exit code 4 if nothing is.", min=0, callback=_finite),
     ] = None,
     deadline_hours: Annotated[
         float | None,
-        typer.Option("--deadline-hours", help="The cheapest that keeps it; exit code 4 if nothing does.", min=0),
+        typer.Option(
+            "--deadline-hours", help="The cheapest that keeps it; exit code 4 if nothing does.", min=0, callback=_finite
+        ),
     ] = None,
     free: Annotated[
         str | None, typer.Option("--free", metavar="A,B,...|all", help="Fields of the job that may change though given.")
@@ -732,6 +814,7 @@ def optimize_command(
     **flags: Any,
 ) -> int:
     """Which settings make this job cheaper, each alone and together. What the job fixes stays, and so does its batch."""
+    _format(None, as_json, markdown, ())
     job, wanted_tiers = _job_and_tiers(file, flags, tiers)
     spot = _spot_terms(interruptions_per_hour, restart_seconds)
 
@@ -970,18 +1053,30 @@ def _root(
 
 def run(arguments: list[str] | None = None, *, application: typer.Typer = app, errors: TextIO | None = None) -> int:
     """The exit code of one command line. Errors are one line on stderr; ``FTCOST_DEBUG=1`` adds the traceback."""
+    _prepare_streams()
     stream = errors or sys.stderr
+    if sys.stdout is None:
+        _say("standard output is closed: there is nowhere to write the answer", stream)
+        return WRONG_INPUT
     try:
         code = _with_the_named_command(application, arguments)(args=arguments, prog_name="ftcost", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else FITS
     except (CostModelError, ValidationError) as error:
-        print(f"ftcost: {' '.join(str(error).split())}", file=stream)
+        _say(_error_text(error), stream)
         return WRONG_INPUT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
         return _reader_is_gone()
+    except OverflowError:
+        _say(_TOO_LARGE, stream)
+        return WRONG_INPUT
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else " the answer"
+        _say(f"cannot {'use' if error.filename else 'write'}{where}: {error.strerror or error}", stream)
+        _reader_is_gone()
+        return WRONG_INPUT
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # typer met it first
             return _reader_is_gone()
@@ -989,13 +1084,29 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
     except Exception as error:
         # Typer before 0.20 raises click's exceptions, later ones its own copies: both know how to print themselves.
         usage_message = getattr(error, "format_message", None)
+        if usage_message is not None and type(error).__name__ == "NoArgsIsHelpError":  # the whole help, as it is
+            print(usage_message(), file=stream)
+            return WRONG_INPUT
         if usage_message is not None:
-            print(f"ftcost: {' '.join(usage_message().split())}", file=stream)
+            _say(usage_message(), stream)
             return int(getattr(error, "exit_code", WRONG_INPUT))
-        print(f"ftcost: internal error: {type(error).__name__}: {error} (FTCOST_DEBUG=1 shows where)", file=stream)
+        _say(f"internal error: {type(error).__name__}: {error} (FTCOST_DEBUG=1 shows where)", stream)
         if os.environ.get("FTCOST_DEBUG"):
             traceback.print_exc(file=stream)
         return INTERNAL_ERROR
+
+
+def _error_text(error: Exception) -> str:
+    return validation_message(error) if isinstance(error, ValidationError) else str(error)
+
+
+def _prepare_streams() -> None:
+    """Characters that a terminal's encoding lacks are escaped, not refused; a closed stderr takes messages in silence."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
 
 
 def _with_the_named_command(application: typer.Typer, arguments: list[str] | None) -> typer.Typer:

@@ -22,23 +22,24 @@ class Schedule:
 
     num_steps: int
     num_micro_batches: float  # on one GPU
-    num_evaluations: int
-    num_eval_batches: int  # of one evaluation
-    num_saves: int
+    num_evaluations: int | None
+    num_eval_batches: int | None  # of one evaluation
+    num_saves: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """Seconds of the whole run by what they are spent on."""
+    """Seconds of the whole run by what they are spent on; ``None`` where it is not known how often that happens."""
 
     train_seconds: float
-    eval_seconds: float
-    save_seconds: float
+    eval_seconds: float | None
+    save_seconds: float | None
     startup_seconds: float
 
     @property
     def total_seconds(self) -> float:
-        return self.train_seconds + self.eval_seconds + self.save_seconds + self.startup_seconds
+        """Of all that is known."""
+        return self.train_seconds + (self.eval_seconds or 0.0) + (self.save_seconds or 0.0) + self.startup_seconds
 
 
 def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
@@ -48,34 +49,35 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
     Source: transformers 5.24 ``Trainer.set_initial_training_values``; ``DefaultFlowCallback`` for evaluations and saves.
     """
     accumulation = job.gradient_accumulation_steps
-    epochs = job.num_train_epochs
+    epochs: float | None = job.num_train_epochs
     if job.num_samples is None:
         if job.max_steps is None:
             return None
         steps, micro_batches = job.max_steps, float(job.max_steps * accumulation)
-        epochs = 0.0  # unknown: evaluations and saves by epoch are not counted
+        epochs = None  # unknown, and so is what happens once an epoch
     else:
         samples_per_batch = tokens.num_samples * job.num_gpus
         batches_per_epoch = max(1, math.ceil(job.num_samples / samples_per_batch - 1e-9))
         keeps_partial_group = transformers_major(job.framework, job.framework_version) >= 5
-        per_epoch = (
-            math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
-        )
+        per_epoch = math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
         per_epoch = max(1, per_epoch)
         if job.max_steps is not None:
             steps = job.max_steps
             epochs = steps / per_epoch
         else:
+            epochs = job.num_train_epochs
             steps = math.ceil(epochs * per_epoch)
         micro_batches = epochs * (batches_per_epoch if keeps_partial_group else per_epoch * accumulation)
     eval_every = job.eval_steps if job.eval_steps is not None else 500
     num_evaluations = _occurrences(job.eval_strategy, eval_every, steps, epochs)
     num_saves = _occurrences(job.save_strategy, job.save_steps, steps, epochs)
     if job.save_strategy == "steps" and steps % _every(job.save_steps, steps):
-        num_saves += 1  # the last step is saved as well
+        num_saves = (num_saves or 0) + 1  # the last step is saved as well
     if job.save_strategy == "best":
         num_saves = num_evaluations  # at most: one for each evaluation
-    eval_batches = math.ceil((job.num_eval_samples or 0) / (job.per_device_eval_batch_size * job.num_gpus))
+    eval_batches = None
+    if job.num_eval_samples is not None:
+        eval_batches = math.ceil(job.num_eval_samples / (job.per_device_eval_batch_size * job.num_gpus))
     return Schedule(steps, micro_batches, num_evaluations, eval_batches, num_saves)
 
 
@@ -84,10 +86,12 @@ def _every(setting: float, num_steps: int) -> int:
     return max(1, math.ceil(setting * num_steps) if setting < 1 else int(setting))
 
 
-def _occurrences(strategy: str, setting: float, num_steps: int, epochs: float) -> int:
+def _occurrences(strategy: str, setting: float, num_steps: int, epochs: float | None) -> int | None:
     if strategy == "steps":
         return num_steps // _every(setting, num_steps)
-    return math.ceil(epochs) if strategy == "epoch" else 0
+    if strategy == "epoch":
+        return None if epochs is None else math.ceil(epochs)
+    return 0
 
 
 def save_bytes(model: ModelSpec, job: ResolvedJob) -> int:
@@ -97,20 +101,31 @@ def save_bytes(model: ModelSpec, job: ResolvedJob) -> int:
     return weights + (0 if job.save_only_model else held.optimizer_bytes)
 
 
-def run_time(model: ModelSpec, job: ResolvedJob, plan: Schedule, step: StepTime, eval_batch_seconds: float) -> RunTime:
-    """Seconds of the run. ``eval_batch_seconds``: one forward over a batch of evaluation."""
+def run_time(
+    model: ModelSpec, job: ResolvedJob, plan: Schedule, step: StepTime, eval_batch_seconds: float | None
+) -> RunTime:
+    """Seconds of the run. ``eval_batch_seconds``: one forward over a batch of evaluation, where there is one."""
     accumulation = job.gradient_accumulation_steps
     micro_seconds = (step.step_seconds - step.optimizer_seconds) / accumulation
     train = plan.num_micro_batches * micro_seconds + plan.num_steps * step.optimizer_seconds
-    train += (c.FIRST_STEP_FACTOR - 1) * step.step_seconds if plan.num_steps else 0.0
+    # kernels are chosen and the allocator grows in the first micro-batch and the first optimizer step
+    train += (c.FIRST_STEP_FACTOR - 1) * (micro_seconds + step.optimizer_seconds) if plan.num_steps else 0.0
     if job.torch_compile:
         train += c.COMPILE_SECONDS
     return RunTime(
         train_seconds=train,
-        eval_seconds=plan.num_evaluations * plan.num_eval_batches * eval_batch_seconds,
-        save_seconds=plan.num_saves * save_bytes(model, job) / c.SAVE_BYTES_PER_SECOND,
+        eval_seconds=_eval_seconds(plan, eval_batch_seconds),
+        save_seconds=None if plan.num_saves is None else plan.num_saves * save_bytes(model, job) / c.SAVE_BYTES_PER_SECOND,
         startup_seconds=c.STARTUP_SECONDS + held_bytes(model, job).weights_bytes / c.LOAD_BYTES_PER_SECOND,
     )
+
+
+def _eval_seconds(plan: Schedule, batch_seconds: float | None) -> float | None:
+    if plan.num_evaluations == 0:
+        return 0.0
+    if plan.num_evaluations is None or plan.num_eval_batches is None or batch_seconds is None:
+        return None
+    return plan.num_evaluations * plan.num_eval_batches * batch_seconds
 
 
 def dollars(seconds: float, price: Price, num_gpus: int) -> float:

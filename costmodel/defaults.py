@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from costmodel.errors import CostModelError
 from costmodel.hf_config import ModelSpec
+from costmodel.sharding import Sharding, read_sharding
 from costmodel.specs import Job
 
 FOUR_BIT: Final = frozenset({"nf4", "fp4", "gptq-int4", "awq-int4", "mxfp4"})
@@ -20,6 +21,21 @@ BITSANDBYTES: Final = frozenset({"nf4", "fp4", "int8"})
 
 LATEST: Final[dict[str, str]] = {"transformers": "5.24", "trl": "1.16"}
 """The versions whose source the defaults below were read from; assumed when the job names none."""
+
+OWN_KERNEL_FRAMEWORKS: Final = frozenset({"unsloth", "litgpt", "torchtune", "other"})
+"""Frameworks that bring their own kernels or loops, of which nothing is modelled."""
+
+_LORA_FIELDS: Final = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "use_dora",
+    "use_rslora",
+    "adapter_dtype",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,7 @@ class ResolvedJob:
     train_sampling_strategy: str
     supervised_fraction: float | None
     num_gpus: int
+    sharding: Sharding
     num_samples: int | None
     num_train_epochs: float
     max_steps: int | None
@@ -136,6 +153,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             return default
         return value
 
+    _refuse_contradictions(job)
     framework = pick("framework", "transformers")
     version = pick("framework_version", LATEST.get(framework, LATEST["transformers"]))
     is_trl = framework == "trl"
@@ -241,6 +259,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             train_sampling_strategy=pick("train_sampling_strategy", "random"),
             supervised_fraction=job.supervised_fraction,
             num_gpus=job.num_gpus,
+            sharding=read_sharding(job.fsdp, job.deepspeed, job.num_gpus),
             num_samples=job.num_samples,
             num_train_epochs=float(pick("num_train_epochs", 3.0)) if max_steps is None else (job.num_train_epochs or 3.0),
             max_steps=max_steps,
@@ -256,6 +275,26 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
         ),
         tuple(assumed),
     )
+
+
+def defaults_source(job: ResolvedJob, framework_version: str | None) -> str:
+    """Whose defaults were filled in; ``framework_version`` as the job gives it. Only versions that were read are named."""
+    if job.framework in LATEST or (framework_version and job.framework not in OWN_KERNEL_FRAMEWORKS):
+        return f"{job.framework} {job.framework_version}"
+    return f"transformers {LATEST['transformers']} (for {' '.join(filter(None, (job.framework, framework_version)))})"
+
+
+def _refuse_contradictions(job: Job) -> None:
+    if job.method == "full":
+        given = [name for name in _LORA_FIELDS if getattr(job, name) not in (None, False)]
+        if given:
+            raise CostModelError(
+                f"method full trains every weight and takes no {', '.join(given)}; leave them out, or use method lora"
+            )
+    if job.padding_free and job.padding == "max_length":
+        raise CostModelError("padding_free has no padding and padding max_length pads every sample; leave one of them out")
+    if job.save_strategy == "best" and job.eval_strategy in (None, "no"):
+        raise CostModelError("save_strategy best needs evaluations to compare; set eval_strategy to steps or epoch")
 
 
 def _autocast(job: Job, is_trl: bool, assumed: list[str]) -> str | None:

@@ -4,6 +4,34 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+SHOWN_CHARACTERS: Final = 80
+LINE_CHARACTERS: Final = 2000
+
+
+def shown(value: object) -> str:
+    """``repr(value)``, cut: a message that echoes a value stays one line that a person can read."""
+    if isinstance(value, str):  # before repr, which would copy all of a long text
+        value = value[: 2 * SHOWN_CHARACTERS]
+    elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a whole number of about {round(value.bit_length() * 0.30103)} digits"
+    try:
+        text = repr(value)
+    except ValueError:  # somewhere inside it, a whole number too long to print
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def short(name: str) -> str:
+    """A name as it is, but cut where it is long and with its control characters escaped."""
+    return name if name.isprintable() and len(name) <= SHOWN_CHARACTERS else shown(name).strip("'\"")
+
+
+def one_line(message: str) -> str:
+    """A sentence for a terminal: white space run together, control characters escaped, cut where it is very long."""
+    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in " ".join(message.split()))
+    return line if len(line) <= LINE_CHARACTERS else line[: LINE_CHARACTERS - 4] + " ..."
 
 
 class CostModelError(ValueError):
@@ -16,9 +44,9 @@ class UnknownNameError(CostModelError):
     def __init__(self, kind: str, name: object, known: Iterable[str], way_out: str = "") -> None:
         known = list(known)
         by_lower_name = {option.lower(): option for option in known}
-        close = difflib.get_close_matches(str(name).lower(), list(by_lower_name), n=3, cutoff=0.5)
+        close = difflib.get_close_matches(str(name)[:SHOWN_CHARACTERS].lower(), list(by_lower_name), n=3, cutoff=0.5)
         nearest = [by_lower_name[match] for match in close]
-        message = f"no {kind} matches {name!r}"
+        message = f"no {kind} matches {shown(name)}"
         if nearest:
             message += f"; nearest: {', '.join(nearest)}"
         elif len(known) <= 20:
@@ -34,9 +62,10 @@ class UnknownNameError(CostModelError):
 class AmbiguousNameError(CostModelError):
     """A name that several products carry ("A100" is three): the list is in the message."""
 
-    def __init__(self, kind: str, name: object, candidates: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: object, candidates: Iterable[str], way_out: str = "") -> None:
         self.candidates = list(candidates)
-        super().__init__(f"{name!r} names more than one {kind}; choose one of: {', '.join(self.candidates)}")
+        message = f"{shown(name)} names more than one {kind}; choose one of: {', '.join(self.candidates)}"
+        super().__init__(f"{message}; {way_out}" if way_out else message)
 
 
 class UnsupportedModelError(CostModelError):

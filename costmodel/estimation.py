@@ -9,12 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from costmodel.capacity import max_batch_size, max_length_that_fits, share_of_batches_that_fit
+from costmodel.capacity import (
+    evaluation_batch,
+    evaluation_fits,
+    max_batch_size,
+    max_length_that_fits,
+    share_of_batches_that_fit,
+)
 from costmodel.catalog import find_gpu, find_model_config, find_price
 from costmodel.cost import dollars, run_time, schedule
-from costmodel.defaults import ResolvedJob, resolve
+from costmodel.defaults import LATEST, ResolvedJob, defaults_source, resolve
 from costmodel.errors import CostModelError
 from costmodel.hf_config import ModelSpec, model_spec_from_config
+from costmodel.job_warnings import job_warnings
 from costmodel.lengths import (
     ASSUMED_LOG_SIGMA,
     BatchTokens,
@@ -22,6 +29,7 @@ from costmodel.lengths import (
     batch_tokens,
     distribution,
     longest_batch,
+    longest_sequence,
 )
 from costmodel.memory import MemoryBreakdown, peak_memory
 from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Lengths, Price, parse_gpu, parse_job
@@ -289,14 +297,6 @@ def _on_cpu(gpu: GpuSpec | None) -> bool:
     return gpu is not None and gpu.vendor == "CPU"
 
 
-def _longest_sequence(job: ResolvedJob, lengths: LengthDistribution | None) -> int:
-    """Tokens of the longest padded sequence: from the data where it is known, else ``max_length``."""
-    if lengths is None or job.packing or job.padding == "max_length":
-        return job.max_length
-    multiple = job.pad_to_multiple_of
-    return -(-lengths.longest_tokens // multiple) * multiple
-
-
 def _memory(
     model: ModelSpec,
     job: ResolvedJob,
@@ -306,7 +306,8 @@ def _memory(
 ) -> MemoryBreakdown:
     batch = tokens.longest if tokens else longest_batch(job, job.per_device_train_batch_size, job.max_length)
     padded = _is_padded(job, tokens)
-    memory = peak_memory(model, job, batch, is_padded=padded, on_cpu=_on_cpu(gpu))
+    evaluation = evaluation_batch(job, *longest_sequence(job, lengths))
+    memory = peak_memory(model, job, batch, is_padded=padded, on_cpu=_on_cpu(gpu), evaluation=evaluation)
     low, high = memory_interval(job, memory, on_cpu=_on_cpu(gpu))
     return replace(
         memory,
@@ -345,9 +346,16 @@ def _fit(
     high = memory.peak_device_bytes_high or memory.peak_device_bytes
     verdict = "does_not_fit" if memory.peak_device_bytes > capacity else "tight" if high > capacity else "fits"
     varies = not (job.packing or job.padding_free) and (tokens.is_padded if tokens else True)
-    longest = _longest_sequence(job, lengths)
-    max_batch = max_batch_size(model, job, capacity, longest, is_padded=varies, on_cpu=on_cpu)
-    max_length = max_length_that_fits(model, job, capacity, is_padded=_is_padded(job, tokens), on_cpu=on_cpu)
+    longest, attended = longest_sequence(job, lengths)
+    max_batch = max_batch_size(model, job, capacity, longest, is_padded=varies, on_cpu=on_cpu, attended_tokens=attended)
+    max_length = max_length_that_fits(
+        model,
+        job,
+        capacity,
+        is_padded=_is_padded(job, tokens),
+        on_cpu=on_cpu,
+        attended_tokens=attended if attended < longest else None,
+    )
     share = None
     if lengths is not None and not job.packing and job.padding != "max_length":
         share = share_of_batches_that_fit(lengths, job.per_device_train_batch_size, max_length)
@@ -360,13 +368,10 @@ def _fit(
 class _Run:
     num_steps: int
     train_seconds: float
-    eval_seconds: float
-    save_seconds: float
+    eval_seconds: float | None
+    save_seconds: float | None
     startup_seconds: float
-
-    @property
-    def total_seconds(self) -> float:
-        return self.train_seconds + self.eval_seconds + self.save_seconds + self.startup_seconds
+    total_seconds: float  # of all that is known
 
 
 def _run(
@@ -386,13 +391,20 @@ def _run(
     plan = schedule(job, tokens)
     if plan is None:
         return None
-    eval_seconds = 0.0
+    eval_seconds = None
     if plan.num_evaluations and plan.num_eval_batches:
         evaluated = batch_tokens(job, lengths, batch_size=job.per_device_eval_batch_size)
         timed = step_time(model, job, gpu, evaluated.expected, micro_batches=1.0, **factors)
-        eval_seconds = timed.forward_seconds if timed else 0.0
+        eval_seconds = timed.forward_seconds if timed else None
     times = run_time(model, job, plan, step, eval_seconds)
-    return _Run(plan.num_steps, times.train_seconds, times.eval_seconds, times.save_seconds, times.startup_seconds)
+    return _Run(
+        plan.num_steps,
+        times.train_seconds,
+        times.eval_seconds,
+        times.save_seconds,
+        times.startup_seconds,
+        times.total_seconds,
+    )
 
 
 def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
@@ -402,6 +414,7 @@ def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
             usd_per_gpu_hour=job.usd_per_gpu_hour,
             usd_per_instance_hour=job.usd_per_gpu_hour,
             gpu=gpu.name if gpu else "",
+            tier=job.tier or "given",
             source="given with the job",
         )
     if job.cloud is not None or job.tier is not None:
@@ -412,7 +425,8 @@ def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
     if text:
         try:
             usd = float(text)
-            return Price(usd_per_gpu_hour=usd, usd_per_instance_hour=usd, source=f"environment variable {PRICE_VARIABLE}")
+            source = f"environment variable {PRICE_VARIABLE}"
+            return Price(usd_per_gpu_hour=usd, usd_per_instance_hour=usd, tier="given", source=source)
         except ValueError:
             raise CostModelError(f"{PRICE_VARIABLE} must be a positive number of dollars, got {text!r}") from None
     return None
@@ -455,8 +469,14 @@ def _warn(
         warnings.append(f"the capacity of {gpu.name} is its marketed size; the driver reports a little less")
     if lengths is not None and run is None and step is not None:
         warnings.append("num_samples (or max_steps) is not given: figures are for one step, totals are left out")
-    if resolved.eval_strategy != "no" and not resolved.num_eval_samples:
-        warnings.append("evaluations are scheduled but num_eval_samples is not given: their time is not in the total")
+    warnings += _about_unknown_times(resolved, run)
+    if gpu is not None and fit is not None and resolved.eval_strategy != "no":
+        alone = evaluation_batch(resolved, *longest_sequence(resolved, lengths))
+        if alone is not None and not evaluation_fits(model, resolved, alone, gpu.memory_bytes, on_cpu=_on_cpu(gpu)):
+            warnings.append(
+                f"the evaluation alone does not fit {gpu.name}, whatever the training batch: lower "
+                f"per_device_eval_batch_size ({resolved.per_device_eval_batch_size})"
+            )
     if fit is not None and fit.share_of_batches is not None and 0 < fit.share_of_batches < 1:
         every = 1 / (1 - fit.share_of_batches) if fit.share_of_batches < 1 else 0
         warnings.append(
@@ -475,12 +495,28 @@ def _warn(
             f"weights stay at {kept} bytes each"
             + (" (peft's prepare_model_for_kbit_training lifts them to fp32)" if kept == 4 else "")
         )
-    if resolved.num_gpus > 1:
-        warnings.append("num_gpus > 1: plain data parallelism is assumed and its communication is not in the step time")
     if resolved.fused_experts and model.is_moe and step is not None and resolved.experts_implementation == "batched_mm":
         warnings.append(
             "experts_implementation batched_mm copies expert weights for each token: use grouped_mm for training"
         )
+    warnings += job_warnings(job, resolved, model, gpu)
+
+
+def _about_unknown_times(job: ResolvedJob, run: _Run | None) -> list[str]:
+    """Why the seconds of evaluations or saves are null; the total then leaves them out."""
+    by_epoch = "by epoch need num_samples: how many epochs max_steps makes is not known"
+    found = []
+    if job.eval_strategy != "no" and not job.num_eval_samples and (run is None or run.eval_seconds is None):
+        found.append(
+            "evaluations are scheduled but num_eval_samples is not given: eval_seconds is null and their time is not in the "
+            "total; give num_eval_samples"
+        )
+    elif run is not None and run.eval_seconds is None:
+        why = f"evaluations {by_epoch}" if job.eval_strategy == "epoch" else "the evaluation has no step time"
+        found.append(f"{why}; eval_seconds is null and their time is not in the total")
+    if run is not None and run.save_seconds is None:
+        found.append(f"saves {by_epoch}; save_seconds is null and their time is not in the total")
+    return found
 
 
 def _answer(
@@ -520,7 +556,7 @@ def _answer(
         return amount / by if amount is not None and by else None
 
     total = run.total_seconds if run else None
-    fixed = run.startup_seconds + run.save_seconds if run else 0.0
+    fixed = run.startup_seconds + (run.save_seconds or 0.0) if run else 0.0
     low = (total - fixed) / interval + fixed * 0.5 if run and total is not None and interval else None
     high = (total - fixed) * interval + fixed * 2.0 if run and total is not None and interval else None
 
@@ -532,7 +568,7 @@ def _answer(
         version=ftcost_version(),
         job=_resolved_mapping(parsed, job, gpu),
         assumed=described.assumed,
-        defaults_of=f"{job.framework} {job.framework_version}",
+        defaults_of=defaults_source(job, parsed.framework_version),
         num_params=model.num_params,
         num_active_params=model.num_active_params,
         num_trainable_params=num_trainable_params(model, job),
@@ -593,6 +629,8 @@ def _resolved_mapping(parsed: Job, job: ResolvedJob, gpu: GpuSpec | None) -> dic
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype"):
         if not job.is_peft:
             filled.pop(name, None)
+    if parsed.framework_version is None and job.framework not in LATEST:
+        filled.pop("framework_version")  # transformers' own, not this framework's
     filled["bf16"] = job.autocast_dtype == "bfloat16"
     filled["fp16"] = job.autocast_dtype == "float16"
     for name in ("lora_target_parameters", "lora_modules_to_save"):

@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _DTYPES: Final = {"float32", "bfloat16", "float16"}
+MAX_LAYERS: Final = 10_000  # far above any model; a typo must not count for hours
+_MAX_ROPE_FACTOR: Final = 10_000
 _REQUIRED: Final = ("hidden_size", "num_hidden_layers")
 
 
@@ -62,6 +64,10 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
     if missing:
         raise CostModelError(f"the {model_type} config lacks {', '.join(missing)}, which fix the model's size")
     fields = Fields(config, family.aliases, _class_defaults().get(known, {}))
+    if fields.size("num_hidden_layers") > MAX_LAYERS:
+        raise CostModelError(
+            f"the model config's num_hidden_layers is {fields.size('num_hidden_layers')}; at most {MAX_LAYERS} are counted"
+        )
     outside = family.outside(fields)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return ModelSpec(
@@ -83,6 +89,7 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
         head_path=family.head_path,
         checkpoint_quantization=_quantization(config),
         activations_checked=family.activations_checked,
+        max_position_embeddings=_num_positions(fields, config),
     )
 
 
@@ -98,6 +105,20 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's own config where a multimodal one nests it."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
+
+
+def _num_positions(fields: Fields, config: Mapping[str, Any]) -> int | None:
+    """The longest sequence of the config, after rope scaling where it scales."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    longest = next((value for name in names if isinstance(value := fields.get(name), int) and value > 0), None)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if longest is None or not isinstance(scaling, Mapping):
+        return longest
+    factor, before = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, (int, float)) or not 1 <= factor <= _MAX_ROPE_FACTOR:
+        return longest
+    is_scaled_already = isinstance(before, int) and before < longest  # as Llama 3.1's is
+    return longest if is_scaled_already else int(longest * factor)
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ from typing import Final
 from costmodel.catalog import length_histogram
 from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError
-from costmodel.specs import Lengths
+from costmodel.specs import Lengths, check_histogram
+from costmodel.strict_json import parse_json
 from costmodel.workload import Batch
 
 # Best-fit-decreasing packing leaves this share of a row filled (TRL's "bfd" on natural lengths; 1 is full).
@@ -113,7 +113,7 @@ def _counts(lengths: Lengths) -> Mapping[int, float]:
     if lengths.dataset is not None:
         return length_histogram(lengths.dataset)
     if lengths.file is not None:
-        return _counts_in_file(Path(lengths.file))
+        return {length: count for length, count in _counts_in_file(Path(lengths.file)).items() if count > 0}
     assert lengths.mean is not None
     assert lengths.max is not None
     return _log_normal(lengths.mean, lengths.max)
@@ -150,18 +150,35 @@ def _counts_in_file(path: Path) -> Mapping[int, float]:
         raise CostModelError(f"lengths file {path} cannot be read: {error}") from None
     try:
         if text.startswith("{"):
-            counts = {int(length): float(count) for length, count in json.loads(text).items()}
+            counts = {int(length): _count(count) for length, count in parse_json(text, str(path)).items()}
         elif text.startswith("["):
-            counts = dict(Counter(int(value) for value in json.loads(text)))
+            counts = dict(Counter(map(_whole_number, parse_json(text, str(path)))))
         else:
-            counts = dict(Counter(int(line) for line in text.split()))
-    except (ValueError, AttributeError, TypeError):
+            counts = dict(Counter(map(int, text.split())))
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         raise CostModelError(
             f"lengths file {path} must hold one whole number of tokens a line, a JSON list, or a JSON mapping length: count"
         ) from None
-    if not counts or min(counts) < 1:
-        raise CostModelError(f"lengths file {path} holds {'a length below 1' if counts else 'no lengths'}")
+    if not counts:
+        raise CostModelError(f"lengths file {path} holds no lengths")
+    try:
+        check_histogram(counts)
+    except CostModelError as error:
+        raise CostModelError(f"lengths file {path}: {error}") from None
     return counts
+
+
+def _whole_number(value: object) -> int:
+    """A JSON value that is one; ``true`` and 5.9 are none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _count(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,38 +238,35 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
     size = batch_size or job.per_device_train_batch_size
     supervised = job.supervised_fraction
     mean, mean_square = _means(dist)
+    longest = longest_batch(job, size, *longest_sequence(job, dist))
     if job.packing:
         # rows of max_length; attention stays inside each document when the rows are padding-free
         rows = size
         real = rows * job.max_length * PACKING_FILL
         computed = rows * job.max_length * PACKING_FILL if job.padding_free else float(rows * job.max_length)
         pairs = real / mean * mean_square if job.padding_free else computed * job.max_length
-        longest_tokens = float(rows * job.max_length)
-        longest_pairs = longest_tokens * (dist.longest_tokens if job.padding_free else job.max_length)
         return BatchTokens(
             Batch(rows, computed, pairs, _head_positions(job, rows, computed)),
             real,
             None if supervised is None else real * supervised,
-            Batch(rows, longest_tokens, longest_pairs, _head_positions(job, rows, longest_tokens)),
+            longest,
             False,
             real / mean,
         )
     if job.padding_free:
         tokens = size * mean
-        longest_tokens = float(size * dist.longest_tokens)
         return BatchTokens(
             Batch(size, tokens, size * mean_square, _head_positions(job, size, tokens)),
             tokens,
             None if supervised is None else tokens * supervised,
-            Batch(size, longest_tokens, longest_tokens * dist.longest_tokens, _head_positions(job, size, longest_tokens)),
+            longest,
             False,
             float(size),
         )
     padded = _rounded(dist, job.pad_to_multiple_of)
     if job.padding == "max_length":
-        row_mean, row_square, longest = float(job.max_length), float(job.max_length) ** 2, job.max_length
+        row_mean, row_square = float(job.max_length), float(job.max_length) ** 2
     else:
-        longest = padded.longest_tokens
         grouped = job.train_sampling_strategy == "group_by_length" and size > 1
         row_mean, row_square = _grouped_maximum(padded) if grouped else expected_maximum(padded, size)
     real = size * mean
@@ -260,12 +274,11 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
     # padding is never supervised
     reached = real if job.supervised_positions_only and supervised is not None else computed
     head = _head_positions(job, size, reached)
-    longest_tokens = float(size * longest)
     return BatchTokens(
         Batch(size, computed, size * row_square, head),
         real,
         None if supervised is None else real * supervised,
-        Batch(size, longest_tokens, longest_tokens * longest, _head_positions(job, size, longest_tokens)),
+        longest,
         len(dist.lengths) > 1 or job.padding == "max_length",
         float(size),
     )
@@ -280,7 +293,27 @@ def _head_positions(job: ResolvedJob, num_sequences: float, num_tokens: float) -
     return num_tokens
 
 
-def longest_batch(job: ResolvedJob, size: int, sequence_tokens: int) -> Batch:
-    """The batch that decides whether the job fits: ``size`` sequences of ``sequence_tokens`` each."""
-    tokens = size * sequence_tokens
-    return Batch(size, tokens, tokens * sequence_tokens, _head_positions(job, size, tokens))
+def longest_sequence(job: ResolvedJob, dist: LengthDistribution | None) -> tuple[int, int]:
+    """(tokens of the longest row, tokens that each of them attends to at most): by the data, else by ``max_length``."""
+    if dist is None:
+        return job.max_length, job.max_length
+    if job.packing:  # attention stays inside each document when the rows are padding-free
+        return job.max_length, dist.longest_tokens if job.padding_free else job.max_length
+    if job.padding_free:
+        return dist.longest_tokens, dist.longest_tokens
+    row = (
+        job.max_length
+        if job.padding == "max_length"
+        else -(-dist.longest_tokens // job.pad_to_multiple_of) * (job.pad_to_multiple_of)
+    )
+    return row, row
+
+
+def longest_batch(job: ResolvedJob, size: int, sequence_tokens: int, attended_tokens: int | None = None) -> Batch:
+    """The batch that decides whether the job fits: ``size`` rows of ``sequence_tokens`` each.
+
+    ``attended_tokens``: what a token attends to at most, where a row holds several documents.
+    """
+    tokens = float(size * sequence_tokens)
+    attended = sequence_tokens if attended_tokens is None else min(attended_tokens, sequence_tokens)
+    return Batch(size, tokens, tokens * attended, _head_positions(job, size, tokens))

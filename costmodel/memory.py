@@ -163,9 +163,20 @@ def held_bytes(model: ModelSpec, job: ResolvedJob) -> Held:
     return Held(
         weights_bytes=weights,
         adapters_bytes=trained_bytes if job.is_peft else 0,
-        optimizer_bytes=_optimizer_bytes(model, job, trained_bytes),
+        optimizer_bytes=_optimizer_bytes(model, job, trained_bytes) + _master_bytes(model, job, trained_bytes),
         gradients_bytes=trained_bytes,
     )
+
+
+def _master_bytes(model: ModelSpec, job: ResolvedJob, trained_bytes: int) -> int:
+    """fp32 copies of 16-bit trained weights, and fp32 states for them, that FSDP and DeepSpeed make in mixed precision.
+
+    Counted as DeepSpeed's (2 + 2 + 4 + 8 bytes a weight with AdamW); FSDP's fp32 shards, gradients and states are as many.
+    """
+    trained = num_trainable_params(model, job)
+    if not (job.sharding.is_active and job.autocast_dtype and trained_bytes == 2 * trained):
+        return 0
+    return 4 * trained + _STATE_OWN_COPIES.get(job.optim, 0) * trained_bytes
 
 
 def trained_parameter_bytes(model: ModelSpec, job: ResolvedJob) -> int:
@@ -523,6 +534,7 @@ class _Plan:
     head_copy_bytes: float
     optimizer_temporary_bytes: float
     embedding_is_trained: bool
+    gathered_bytes: float  # of sharded weights that a pass puts together again
 
 
 @lru_cache(maxsize=512)
@@ -536,7 +548,7 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
     # an fp32 head under autocast leaves its 16-bit copy behind until its own backward is through
     head_copy = 2.0 * model.vocab_size * model.hidden_size if types.autocast and types.stream == 4 else 0.0
     return _Plan(
-        held=held_bytes(model, job),
+        held=_on_one_gpu(held_bytes(model, job), job),
         types=types,
         runs=tuple(
             (_layer_bytes(model, layer, adapted, job, types, is_padded), count) for layer, adapted, count in adapters.runs
@@ -546,9 +558,36 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
-        optimizer_temporary_bytes=float(trained_parameter_bytes(model, job)) if job.optim in _FOREACH_OPTIMIZERS else 0.0,
+        optimizer_temporary_bytes=(
+            trained_parameter_bytes(model, job) / job.sharding.parts(1) if job.optim in _FOREACH_OPTIMIZERS else 0.0
+        ),
         embedding_is_trained=embedding_trained,
+        gathered_bytes=_gathered_bytes(model, job, types),
     )
+
+
+def _on_one_gpu(held: Held, job: ResolvedJob) -> Held:
+    """One GPU's part of what a sharded run holds between its passes."""
+    sharding = job.sharding
+    return Held(
+        weights_bytes=-(-held.weights_bytes // sharding.parts(3)),
+        adapters_bytes=-(-held.adapters_bytes // sharding.parts(3)),
+        optimizer_bytes=-(-held.optimizer_bytes // sharding.parts(1)),
+        gradients_bytes=-(-held.gradients_bytes // sharding.parts(2)),
+    )
+
+
+def _gathered_bytes(model: ModelSpec, job: ResolvedJob, types: _Types) -> float:
+    """Weights that ZeRO-3 holds whole during a pass: all outside the layers, the layer at work and the one fetched ahead."""
+    if job.sharding.parts(3) == 1:
+        return 0.0
+    stored = held_bytes(model, job).weights_bytes / model.num_params
+    per_param = stored if job.quantization else float(types.compute)
+    if not job.sharding.wraps_layers:
+        return per_param * model.num_params
+    layers = [layer.num_params for layer, count in model.layers for _ in range(min(count, 2))]
+    in_layers = sum(layer.num_params * count for layer, count in model.layers)
+    return per_param * (model.num_params - in_layers + sum(sorted(layers)[-2:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,15 +611,16 @@ def peak_memory(
     is_padded: bool = False,
     on_cpu: bool = False,
     keeps_logits: bool = False,
+    evaluation: Batch | None = None,
 ) -> MemoryBreakdown:
     """Peak of one training step on ``batch``; ``is_padded`` says whether its sequences differ in length.
 
     The peak is the largest of: the loss at the end of the forward, the backward of the last and of the first layer of each
-    run, the embedding's backward, the optimizer step. A ``Trainer`` drops the logits' reference before the backward; a
-    loop that keeps ``outputs`` alive (``keeps_logits``) holds them too.
+    run, the embedding's backward, the optimizer step, the forward on ``evaluation`` where the run evaluates. A ``Trainer``
+    drops the logits' reference before the backward; a loop that keeps ``outputs`` alive (``keeps_logits``) holds them too.
     """
     plan = _plan(model, job, is_padded)
-    worst = max(_moments(model, job, plan, batch, keeps_logits), key=lambda moment: moment.total)
+    worst = max(_moments(model, job, plan, batch, keeps_logits, evaluation), key=lambda moment: moment.total)
     held = plan.held
     allocated = held.static_bytes + worst.total + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
     reserved = allocated * (1 + (0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)]))
@@ -602,11 +642,19 @@ def peak_memory(
 
 
 def peak_device_bytes(
-    model: ModelSpec, job: ResolvedJob, batch: Batch, *, is_padded: bool = False, on_cpu: bool = False
+    model: ModelSpec,
+    job: ResolvedJob,
+    batch: Batch,
+    *,
+    is_padded: bool = False,
+    on_cpu: bool = False,
+    evaluation: Batch | None = None,
 ) -> int:
     """``peak_memory(...).peak_device_bytes`` alone, for searches."""
     plan = _plan(model, job, is_padded)
-    allocated = plan.held.static_bytes + max(moment.total for moment in _moments(model, job, plan, batch))
+    allocated = plan.held.static_bytes + max(
+        moment.total for moment in _moments(model, job, plan, batch, evaluation=evaluation)
+    )
     if on_cpu:
         return int(allocated)
     return int((allocated + CUBLAS_WORKSPACE_BYTES) * (1 + ALLOCATOR_OVERHEAD[job_class(job)])) + CUDA_CONTEXT_BYTES
@@ -620,23 +668,38 @@ def job_class(job: ResolvedJob) -> str:
 
 
 def _moments(
-    model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch, keeps_logits: bool = False
+    model: ModelSpec,
+    job: ResolvedJob,
+    plan: _Plan,
+    batch: Batch,
+    keeps_logits: bool = False,
+    evaluation: Batch | None = None,
 ) -> list[_Moment]:
     types = plan.types
     tokens, pairs = batch.num_tokens, batch.num_attended_pairs
     hidden, vocab = model.hidden_size, model.vocab_size
     accumulates = job.gradient_accumulation_steps > 1
-    all_gradients = float(plan.held.gradients_bytes)
-    checkpoint = types.stream * hidden * tokens if job.gradient_checkpointing and not job.activation_offloading else 0.0
+    # FSDP reduces gradients at the last micro-batch only (accelerate's no_sync): while they accumulate they are whole
+    reduces_late = accumulates and job.sharding.by == "fsdp"
+    parts, gathered = 1 if reduces_late else job.sharding.parts(2), plan.gathered_bytes
+    reduced_gradients = float(plan.held.gradients_bytes)
+    all_gradients = float(held_bytes(model, job).gradients_bytes) if reduces_late else reduced_gradients
+    # what waits for the backward is on the host, but for the layer at work; the head's is left on the device (TRL)
+    is_away = job.activation_offloading
+    checkpoint = types.stream * hidden * tokens
 
     def layer_bytes(each: _LayerBytes) -> float:
         return each.per_token * tokens + each.per_pair * pairs + each.fixed
 
     def kept(each: _LayerBytes) -> float:
+        if is_away:
+            return 0.0
         return checkpoint if job.gradient_checkpointing else layer_bytes(each)
 
     first = plan.runs[0][0]
-    stored = sum(kept(each) * count for each, count in plan.runs) - first.first_layer_saving_per_token * tokens
+    stored = 0.0
+    if not is_away:
+        stored = sum(kept(each) * count for each, count in plan.runs) - first.first_layer_saving_per_token * tokens
     # final norm: its fp32 input; trained, also the normalised input; and the head's input where that is trained or cast
     final_norm = 4.0 * hidden + 4 + (2 * types.stream * hidden if not job.is_peft else 0)
     if types.autocast and types.stream == 4 and not job.is_peft:
@@ -659,6 +722,7 @@ def _moments(
         logits, loss_temporary = 4.0 * vocab * head_tokens, 8.0 * vocab * head_tokens
         if keeps_logits:
             loss_temporary += types.compute * vocab * head_tokens
+    loss_temporary += gathered
     base_gradients = all_gradients if accumulates else 0.0
     moments = [_Moment("loss", base_gradients, stored + final + kv_cache, logits, loss_temporary)]
     if job.fused_loss and plan.head_trained:
@@ -674,10 +738,14 @@ def _moments(
     below = stored + kv_cache
     for each, count in reversed(plan.runs):
         for position in (0, count - 1) if count > 1 else (0,):
-            finished = gradients_above + position * each.gradients
+            finished = gradients_above + position * each.gradients / parts
             rest = below - position * kept(each)
-            recomputed = layer_bytes(each) - each.input_norm_per_token * tokens if job.gradient_checkpointing else 0.0
+            recomputed = 0.0
+            if job.gradient_checkpointing or is_away:  # the layer at work is whole again
+                recomputed = layer_bytes(each) - (0.0 if is_away else each.input_norm_per_token * tokens)
             held_gradients = all_gradients if accumulates else finished + each.done_gradients
+            # a sharded gradient is whole until the layer is through
+            in_flight = each.gradients - (0.0 if accumulates else each.done_gradients) if parts > 1 else 0.0
             # with accumulation a finished weight gradient is a temporary until it is added to what is there
             moments.append(
                 _Moment(
@@ -685,16 +753,48 @@ def _moments(
                     held_gradients,
                     rest + recomputed - each.freed_per_token * tokens - each.freed_fixed,
                     0.0,
-                    each.extra_per_token * tokens + each.extra_fixed + tied_temporary,
+                    each.extra_per_token * tokens + each.extra_fixed + tied_temporary + in_flight + gathered,
                 )
             )
-        gradients_above += count * each.gradients
+        gradients_above += count * each.gradients / parts
         below -= count * kept(each)
     # 3. the embedding: every other gradient is there, its own is being built
     if plan.embedding_is_trained:
-        others = all_gradients if accumulates else all_gradients - plan.embedding_gradient_bytes
-        temporary = plan.embedding_gradient_bytes + tied_temporary + types.stream * hidden * tokens
+        others = all_gradients if accumulates else all_gradients - plan.embedding_gradient_bytes / parts
+        temporary = gathered + plan.embedding_gradient_bytes + tied_temporary + types.stream * hidden * tokens
         moments.append(_Moment("embedding", others, 0.0, 0.0, temporary))
-    # 4. the optimizer
-    moments.append(_Moment("optimizer", all_gradients, 0.0, 0.0, plan.optimizer_temporary_bytes))
+    # 4. an evaluation, after the gradients are gone
+    if evaluation is not None:
+        moments += _evaluation_moments(model, job, plan, evaluation)
+    # 5. the optimizer
+    moments.append(_Moment("optimizer", reduced_gradients, 0.0, 0.0, plan.optimizer_temporary_bytes))
     return moments
+
+
+def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> list[_Moment]:
+    """A forward without gradients on ``batch``: nothing is kept, one layer is at work, then the logits and their loss.
+
+    The loss holds the logits as they come from the head, their fp32 copy where they are not fp32 already, and the
+    log-softmax: 2 + 4 + 4 or 4 + 4 bytes each (``ForCausalLMLoss``, transformers 5.24). A chunked loss (TRL) holds one
+    chunk. Liger's fused loss is for training only: an evaluation builds the logits.
+    """
+    types, tokens = plan.types, batch.num_tokens
+    stream = types.stream * model.hidden_size * tokens
+    # under autocast the 16-bit copies of trained fp32 weights are cached through the whole forward
+    copies = 0.0
+    if types.autocast and types.stream == 4 and not job.is_peft:
+        copies = 2.0 * sum(
+            count * (sum(each.num_params for each in layer.linears) + sum(each.num_params for each in layer.all_experts))
+            for layer, count in model.layers
+        )
+    at_work = max(each.per_token * tokens + each.per_pair * batch.num_attended_pairs for each, _ in plan.runs)
+    fixed = plan.gathered_bytes
+    if job.fused_loss == "chunked":
+        logits, loss = 0.0, 8.0 * model.vocab_size * min(batch.num_head_tokens, LOSS_CHUNK_TOKENS["chunked"])
+    else:
+        elements = model.vocab_size * batch.num_head_tokens
+        logits, loss = float(types.compute * elements), (8.0 if types.compute == 2 else 4.0) * elements
+    return [
+        _Moment("evaluation", 0.0, stream, 0.0, at_work + copies + fixed),
+        _Moment("evaluation", 0.0, stream, logits, loss + plan.head_copy_bytes + copies + fixed),
+    ]

@@ -329,6 +329,7 @@ class ModelSpec:
     head_path: str = "lm_head"
     checkpoint_quantization: str | None = None  # mxfp4 | fp8: how the published weights are packed
     activations_checked: bool = True  # False: activation bytes follow from the layers but were held against no trace
+    max_position_embeddings: int | None = None  # the longest sequence that the positions were made for
 
     def __hash__(self) -> int:
         """Of a few fields only: specs are keys of many caches, and hashing every layer would cost more than it saves."""

@@ -9,11 +9,14 @@ import datetime
 import functools
 import json
 import os
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from costmodel.catalog import age_days, smallest_gpu_that_holds
+from costmodel.errors import CostModelError
 from costmodel.units import GIB, SECONDS_PER_HOUR
 
 if TYPE_CHECKING:
@@ -107,10 +110,14 @@ def as_answer(estimate: Estimate | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any, *, indent: int | None = 2) -> str:
-    """JSON text without nan or infinity (those would be a bug: ``ValueError``)."""
+    """JSON text without nan or infinity. Raises :class:`CostModelError` for an answer that holds one."""
     if hasattr(value, "to_dict"):
         value = value.to_dict()
-    return json.dumps(value, indent=indent, allow_nan=False, default=_plain)
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False, default=_plain)
+    except ValueError:
+        message = "no JSON holds this answer: a number of the job or of the model's config is out of range"
+        raise CostModelError(message) from None
 
 
 def _plain(value: Any) -> Any:
@@ -133,11 +140,11 @@ MEMORY_TERMS = (
 )
 
 
-def to_text(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None) -> str:
-    """Plain text for a terminal without colour. ``today`` gives the price an age."""
+def to_text(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None, width: int | None = None) -> str:
+    """Plain text for a terminal without colour. ``today`` gives the price an age; ``width`` columns wrap sentences."""
     answer = as_answer(estimate)
-    parts = [headline(answer), *(_table_as_text(table) for table in _tables(answer, today))]
-    parts += [_list_as_text(title, lines) for title, lines in _lists(answer) if lines]
+    parts = [_wrapped(headline(answer), width), *(_table_as_text(table) for table in _tables(answer, today))]
+    parts += [_list_as_text(title, lines, width) for title, lines in _lists(answer) if lines]
     return "\n\n".join(parts) + "\n"
 
 
@@ -154,7 +161,7 @@ def to_markdown(estimate: Estimate | Mapping[str, Any], *, today: datetime.date 
 def print_estimate(estimate: Estimate | Mapping[str, Any], stream: TextIO, *, today: datetime.date | None = None) -> None:
     """Coloured tables on a terminal, :func:`to_text` anywhere else."""
     if not _wants_colour(stream):
-        stream.write(to_text(estimate, today=today))
+        stream.write(to_text(estimate, today=today, width=_columns(stream)))
         return
     from rich.console import Console
     from rich.text import Text
@@ -580,8 +587,25 @@ def _table_as_text(table: Table) -> str:
     return "\n".join(text)
 
 
-def _list_as_text(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  - {line}" for line in lines)])
+def _list_as_text(title: str, lines: Sequence[str], width: int | None = None) -> str:
+    return "\n".join([_wrapped(title, width), *(_wrapped(f"  - {line}", width, indent="    ") for line in lines)])
+
+
+def _wrapped(text: str, width: int | None, indent: str = "") -> str:
+    """Broken between words; a word that is longer than the line (a path, a list of modules) stays whole."""
+    if width is None or len(text) <= width:
+        return text
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _columns(stream: TextIO) -> int | None:
+    """The width of the terminal, or what COLUMNS says; ``None`` for a file or pipe, whose lines nobody breaks."""
+    if not (stream.isatty() or os.environ.get("COLUMNS")):
+        return None
+    return max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
+
+
+_MIN_COLUMNS: Final = 20
 
 
 def _table_as_markdown(table: Table) -> str:

@@ -192,7 +192,7 @@ def compare(
     for tier in tiers:
         if tier not in TIERS:
             raise UnknownNameError("tier", tier, TIERS)
-    named = [gpu if isinstance(gpu, GpuSpec) else find_gpu(gpu) for gpu in gpus] if gpus is not None else None
+    named = _named_gpus(gpus) if gpus is not None else None
     counted = _with_counted_lengths(job)
     candidates: list[Candidate] = []
     for gpu in named if named is not None else _priced_gpus(tiers, job):
@@ -512,9 +512,19 @@ class _GpuSearch:
     num_estimates: int
 
 
+def _named_gpus(gpus: Iterable[str | GpuSpec]) -> list[GpuSpec]:
+    """Each product once, however often and by whatever names it is asked for."""
+    named: list[GpuSpec] = []
+    for gpu in gpus:
+        spec = gpu if isinstance(gpu, GpuSpec) else find_gpu(gpu)
+        if spec not in named:
+            named.append(spec)
+    return named
+
+
 def _gpus_to_optimize(job: Job, gpus: Iterable[str | GpuSpec] | None, tiers: Sequence[str]) -> list[GpuSpec]:
     if gpus is not None:
-        return [gpu if isinstance(gpu, GpuSpec) else find_gpu(gpu) for gpu in gpus]
+        return _named_gpus(gpus)
     if job.gpu is not None:
         return [job.gpu if isinstance(job.gpu, GpuSpec) else find_gpu(job.gpu)]
     ranked = compare(job, tiers=tiers)

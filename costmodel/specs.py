@@ -6,14 +6,15 @@ Field names are those of ``TrainingArguments``, TRL's ``SFTConfig`` / ``ModelCon
 
 from __future__ import annotations
 
-import math
 import os
+import types
+import typing
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.errors import CostModelError, UnknownNameError, short, shown
 
 SCHEMA_VERSION: Final = 1
 
@@ -33,6 +34,16 @@ _DTYPE_ALIASES: Final = {
     "half": "float16",
     "torch.float16": "float16",
 }
+
+# Far above what exists, and small enough that no product of them leaves the range of a float.
+MAX_COUNT: Final = 10**12  # samples, steps
+MAX_TOKENS: Final = 10**9  # of one sequence
+MAX_BATCH: Final = 10**6
+MAX_GPUS: Final = 10**6
+MAX_LORA_R: Final = 65_536
+MAX_USD_PER_GPU_HOUR: Final = 10_000.0
+
+_FlopsPerSecond = Annotated[float, Field(ge=1e6, le=1e21)]
 
 # transformers' names (`OptimizerNames`, 5.24), with the short forms people type.
 OPTIMIZERS: Final = (
@@ -58,7 +69,9 @@ OPTIMIZERS: Final = (
 class Record(BaseModel):
     """A frozen record that refuses unknown fields and names the nearest known one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -90,19 +103,19 @@ class GpuSpec(Record):
     vendor: str = "NVIDIA"
     architecture: str = ""
     compute_capability: str = ""
-    memory_bytes: int = Field(gt=0)
+    memory_bytes: int = Field(gt=0, le=2**50)
     memory_is_marketed: bool = False
-    memory_bandwidth_bytes_per_second: float = Field(gt=0)
-    peak_bf16_flops_per_second: float | None = Field(default=None, gt=0)
-    peak_fp16_flops_per_second: float | None = Field(default=None, gt=0)
-    peak_fp32_flops_per_second: float | None = Field(default=None, gt=0)
-    peak_tf32_flops_per_second: float | None = Field(default=None, gt=0)
-    peak_fp8_flops_per_second: float | None = Field(default=None, gt=0)
-    tdp_watts: float | None = Field(default=None, gt=0)
-    l2_cache_bytes: int | None = Field(default=None, gt=0)
-    measured_bf16_matmul_flops_per_second: float | None = Field(default=None, gt=0)
-    measured_fp32_matmul_flops_per_second: float | None = Field(default=None, gt=0)
-    seconds_per_operator: float | None = Field(default=None, gt=0)
+    memory_bandwidth_bytes_per_second: float = Field(ge=1e6, le=1e18)
+    peak_bf16_flops_per_second: _FlopsPerSecond | None = None
+    peak_fp16_flops_per_second: _FlopsPerSecond | None = None
+    peak_fp32_flops_per_second: _FlopsPerSecond | None = None
+    peak_tf32_flops_per_second: _FlopsPerSecond | None = None
+    peak_fp8_flops_per_second: _FlopsPerSecond | None = None
+    tdp_watts: float | None = Field(default=None, gt=0, le=1e6)
+    l2_cache_bytes: int | None = Field(default=None, gt=0, le=2**50)
+    measured_bf16_matmul_flops_per_second: _FlopsPerSecond | None = None
+    measured_fp32_matmul_flops_per_second: _FlopsPerSecond | None = None
+    seconds_per_operator: float | None = Field(default=None, gt=0, le=1e3)
     source: str = ""
     notes: str = ""
 
@@ -110,9 +123,9 @@ class GpuSpec(Record):
 class Price(Record):
     """What one hour of one GPU costs, from whom and since when. ``usd_per_instance_hour`` is what is billed."""
 
-    usd_per_gpu_hour: float = Field(gt=0)
-    usd_per_instance_hour: float = Field(gt=0)
-    gpus_per_instance: int = Field(default=1, ge=1)
+    usd_per_gpu_hour: float = Field(gt=0, le=MAX_USD_PER_GPU_HOUR)
+    usd_per_instance_hour: float = Field(gt=0, le=MAX_USD_PER_GPU_HOUR * MAX_GPUS)
+    gpus_per_instance: int = Field(default=1, ge=1, le=MAX_GPUS)
     gpu: str = ""
     cloud: str = ""
     product: str = ""
@@ -122,20 +135,31 @@ class Price(Record):
     as_of: str = ""
     note: str = ""
 
-    @field_validator("usd_per_gpu_hour", "usd_per_instance_hour")
-    @classmethod
-    def _finite(cls, value: float) -> float:
-        if not math.isfinite(value):
-            raise ValueError("a price must be a finite number of dollars; leave it out if it is not known")
-        return value
+
+def check_length(tokens: int) -> None:
+    """Refuses a sample of no tokens or of more than any model reads."""
+    if tokens < 1:
+        raise CostModelError(f"every length must be at least 1 token, got {shown(tokens)}")
+    if tokens > MAX_TOKENS:
+        raise CostModelError(f"every length must be at most {MAX_TOKENS:,} tokens, got {shown(tokens)}")
+
+
+def check_histogram(counts: Mapping[int, float]) -> None:
+    """Refuses lengths that are none, counts that are no finite number from 0 on, and a histogram of no samples."""
+    for length, count in counts.items():
+        check_length(length)
+        if not 0 <= count <= MAX_COUNT:  # nan is neither
+            raise CostModelError(f"the count of length {length} must be from 0 to {MAX_COUNT:,}, got {shown(count)}")
+    if not sum(counts.values()) > 0:
+        raise CostModelError("the histogram holds no samples")
 
 
 class Lengths(Record):
     """Tokens per sample: exactly one of the ways to say it. Lengths above ``max_length`` are cut (and reported)."""
 
-    fixed: int | None = Field(default=None, ge=1)
-    mean: float | None = Field(default=None, gt=0)
-    max: int | None = Field(default=None, ge=1)
+    fixed: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    mean: float | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     values: tuple[int, ...] | None = Field(default=None, min_length=1)
     histogram: dict[int, float] | None = Field(default=None, min_length=1)
     dataset: str | None = None
@@ -148,25 +172,19 @@ class Lengths(Record):
         ]
         if len(given) != 1:
             raise ValueError(
-                "lengths takes exactly one of fixed, mean (with max), values, histogram, dataset, file; "
+                "takes exactly one of fixed, mean (with max), values, histogram, dataset, file; "
                 f"got {', '.join(given) or 'none of them'}"
             )
         if self.mean is not None and self.max is None:
-            raise ValueError("lengths with a mean also needs max, the longest sample in tokens")
+            raise ValueError("a mean also needs max, the longest sample in tokens")
         if self.mean is not None and self.max is not None and self.mean > self.max:
-            raise ValueError(f"lengths: mean {self.mean:g} is above max {self.max}")
+            raise ValueError(f"mean {self.mean:g} is above max {self.max}")
         if self.max is not None and self.mean is None:
-            raise ValueError("lengths: max goes with mean")
-        if self.values is not None and min(self.values) < 1:
-            raise ValueError(f"lengths: every value must be at least 1 token, got {min(self.values)}")
+            raise ValueError("max goes with mean")
+        for length in self.values or ():
+            check_length(length)
         if self.histogram is not None:
-            for length, count in self.histogram.items():
-                if length < 1:
-                    raise ValueError(f"lengths: every length must be at least 1 token, got {length}")
-                if not (math.isfinite(count) and count >= 0):
-                    raise ValueError(f"lengths: the count of length {length} must be a number >= 0, got {count}")
-            if not sum(self.histogram.values()) > 0:
-                raise ValueError("lengths: the histogram holds no samples")
+            check_histogram(self.histogram)
         return self
 
 
@@ -181,7 +199,7 @@ class Job(Record):
 
     # the machine
     gpu: str | GpuSpec | None = None
-    num_gpus: int = Field(default=1, ge=1)
+    num_gpus: int = Field(default=1, ge=1, le=MAX_GPUS)
 
     # method and quantisation
     method: Method | None = None
@@ -190,8 +208,8 @@ class Job(Record):
     prepare_model_for_kbit_training: bool | None = None
 
     # LoRA
-    lora_r: int | None = Field(default=None, ge=1)
-    lora_alpha: float | None = Field(default=None, gt=0)
+    lora_r: int | None = Field(default=None, ge=1, le=MAX_LORA_R)
+    lora_alpha: float | None = Field(default=None, gt=0, le=1e9)
     lora_dropout: float | None = Field(default=None, ge=0, lt=1)
     lora_target_modules: str | tuple[str, ...] | None = None
     lora_target_parameters: tuple[str, ...] | None = None
@@ -206,8 +224,8 @@ class Job(Record):
     fp16: bool | None = None
 
     # batch, attention, optimizer, kernels
-    per_device_train_batch_size: int | None = Field(default=None, ge=1)
-    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
+    per_device_train_batch_size: int | None = Field(default=None, ge=1, le=MAX_BATCH)
+    gradient_accumulation_steps: int | None = Field(default=None, ge=1, le=MAX_BATCH)
     gradient_checkpointing: bool | None = None
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = None
@@ -218,31 +236,31 @@ class Job(Record):
     fused_loss: Literal["chunked", "fused"] | None = None
     loss_type: str | None = None
     use_cache: bool | None = None
-    logits_to_keep: int | None = Field(default=None, ge=0)
+    logits_to_keep: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     activation_offloading: bool | None = None
     fsdp: str | dict[str, Any] | None = None
     deepspeed: str | dict[str, Any] | None = None
 
     # data
-    max_length: int | None = Field(default=None, ge=1)
+    max_length: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     packing: bool | None = None
     padding_free: bool | None = None
     padding: Literal["longest", "max_length"] | None = None
-    pad_to_multiple_of: int | None = Field(default=None, ge=1)
+    pad_to_multiple_of: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     train_sampling_strategy: Literal["random", "sequential", "group_by_length"] | None = None
     lengths: Lengths | None = None
     supervised_fraction: float | None = Field(default=None, gt=0, le=1)
-    num_samples: int | None = Field(default=None, ge=1)
+    num_samples: int | None = Field(default=None, ge=1, le=MAX_COUNT)
 
     # duration
-    num_train_epochs: float | None = Field(default=None, gt=0)
-    max_steps: int | None = Field(default=None, ge=-1)
+    num_train_epochs: float | None = Field(default=None, gt=0, le=1e6)
+    max_steps: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
     eval_strategy: Literal["no", "steps", "epoch"] | None = None
-    eval_steps: float | None = Field(default=None, gt=0)
-    per_device_eval_batch_size: int | None = Field(default=None, ge=1)
-    num_eval_samples: int | None = Field(default=None, ge=1)
+    eval_steps: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=MAX_BATCH)
+    num_eval_samples: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     save_strategy: Literal["no", "steps", "epoch", "best"] | None = None
-    save_steps: float | None = Field(default=None, gt=0)
+    save_steps: float | None = Field(default=None, gt=0, le=MAX_COUNT)
     save_only_model: bool | None = None
 
     # the software
@@ -287,6 +305,21 @@ class Job(Record):
     def _long_dtype_name(cls, value: Any) -> Any:
         return _DTYPE_ALIASES.get(str(value), value) if value is not None else None
 
+    @field_validator("gpu", mode="before")
+    @classmethod
+    def _described_gpu(cls, value: Any) -> Any:
+        """A description is read here, so that its faults are named without those of a GPU's name."""
+        return parse_gpu(value) if isinstance(value, Mapping) else value
+
+    @field_validator("framework_version", mode="before")
+    @classmethod
+    def _version_as_text(cls, value: Any) -> Any:
+        """YAML reads ``5.24`` as a number, and ``4.40`` as the number 4.4, whose version is another one."""
+        if isinstance(value, float) and len(str(value).partition(".")[2]) == 1 and not value.is_integer():
+            raise ValueError(f'{value} may be {value} or {value}0 where it is not text: quote it, as in "{value}0"')
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return str(value) if is_number and 0 <= value < 1000 else value
+
     @field_validator("calibration", mode="before")
     @classmethod
     def _path_as_text(cls, value: Any) -> Any:
@@ -302,9 +335,10 @@ class Job(Record):
     @field_validator("usd_per_gpu_hour")
     @classmethod
     def _sensible_price(cls, value: float | None) -> float | None:
-        if value is not None and not (math.isfinite(value) and value > 0):
+        if value is not None and not 0 < value <= MAX_USD_PER_GPU_HOUR:
             raise ValueError(
-                f"usd_per_gpu_hour must be a positive number of dollars, got {value}; leave it out for hours only"
+                f"must be a positive number of dollars, at most {MAX_USD_PER_GPU_HOUR:,.0f}, got {value:g}; "
+                "leave it out for hours only"
             )
         return value
 
@@ -312,14 +346,10 @@ class Job(Record):
     def _consistent(self) -> Job:
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both true; autocast has one type, set one of them")
-        if self.method == "qlora" and self.dtype == "float32" and self.quantization is None:
-            raise ValueError("method qlora needs a quantization (nf4, fp4, int8, gptq-int4, awq-int4, mxfp4, fp8)")
         if self.method == "full" and self.quantization in {"nf4", "fp4", "int8", "gptq-int4", "awq-int4"}:
             raise ValueError(
                 f"a base quantised to {self.quantization} cannot be fully fine-tuned; use method qlora, or no quantization"
             )
-        if self.num_train_epochs is not None and not math.isfinite(self.num_train_epochs):
-            raise ValueError(f"num_train_epochs must be a finite number, got {self.num_train_epochs}")
         return self
 
 
@@ -352,12 +382,44 @@ def _validated(kind: type[Any], value: Mapping[str, Any]) -> Any:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise CostModelError("; ".join(_one_line(fault) for fault in error.errors())) from None
+        raise CostModelError(validation_message(error, kind)) from None
+
+
+def validation_message(error: ValidationError, kind: type[BaseModel] | None = None) -> str:
+    """One line of all faults. Where a field takes several kinds of value, what it takes in place of each kind's fault."""
+    fields = kind.model_fields if kind is not None else {}
+    lines = []
+    for fault in error.errors(include_url=False):
+        name = str(fault["loc"][0]) if fault["loc"] else ""
+        kinds = _kinds_of_value(fields[name].annotation) if name in fields else []
+        if len(kinds) > 1 and fault["type"] not in {"value_error", "missing"}:
+            value = _value_of_field(error, name)
+            lines.append(f"{name}: must be {' or '.join(kinds)}, got {shown(value)}")
+        else:
+            lines.append(_one_line(fault))
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _value_of_field(error: ValidationError, name: str) -> Any:
+    """The value of the field ``name`` that no kind of value fits: of its faults, the one on the outside."""
+    faults = [fault for fault in error.errors(include_url=False) if fault["loc"][:1] == (name,)]
+    return min(faults, key=lambda fault: len(fault["loc"]))["input"]
+
+
+_KIND_WORDS: Final = {str: "text", dict: "a mapping", tuple: "a list of text", GpuSpec: "a mapping that describes it"}
+
+
+def _kinds_of_value(annotation: Any) -> list[str]:
+    """``str | tuple[str, ...] | None`` -> ``["text", "a list of text"]``."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return []
+    kinds = [typing.get_origin(part) or part for part in typing.get_args(annotation)]
+    return [_KIND_WORDS[kind] for kind in kinds if kind in _KIND_WORDS]
 
 
 def _one_line(fault: Any) -> str:
-    where = ".".join(str(part) for part in fault["loc"])
+    where = ".".join(short(str(part)) for part in fault["loc"])
     message = fault["msg"].removeprefix("Value error, ")
     if "input" in fault and fault["type"] not in {"value_error", "missing"} and not isinstance(fault["input"], dict):
-        message += f", got {fault['input']!r}"
+        message += f", got {shown(fault['input'])}"
     return f"{where}: {message}" if where else message

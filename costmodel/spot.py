@@ -22,6 +22,10 @@ from costmodel.units import SECONDS_PER_HOUR
 # Above this share of the run lost, the terms of second order that the formula leaves out are no longer small.
 FIRST_ORDER_LIMIT: Final = 0.25
 
+# One a second, and a month: beyond them it is no machine that anybody trains on.
+MAX_INTERRUPTIONS_PER_HOUR: Final = 3600.0
+MAX_RESTART_SECONDS: Final = 30 * 24 * SECONDS_PER_HOUR
+
 SPOT_WITHOUT_RATE: Final = (
     "the spot price is used as it is: lost work and restarts are not in it; give --interruptions-per-hour"
 )
@@ -35,10 +39,16 @@ class SpotTerms:
     restart_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.interruptions_per_hour) and self.interruptions_per_hour >= 0):
-            raise CostModelError(f"interruptions_per_hour must be a number >= 0, got {self.interruptions_per_hour}")
-        if self.restart_seconds is not None and not (math.isfinite(self.restart_seconds) and self.restart_seconds >= 0):
-            raise CostModelError(f"restart_seconds must be a number >= 0, got {self.restart_seconds}")
+        # nan is in no range
+        if not 0 <= self.interruptions_per_hour <= MAX_INTERRUPTIONS_PER_HOUR:
+            raise CostModelError(
+                f"interruptions_per_hour must be a number >= 0, at most {MAX_INTERRUPTIONS_PER_HOUR:g}, "
+                f"got {self.interruptions_per_hour:g}"
+            )
+        if self.restart_seconds is not None and not 0 <= self.restart_seconds <= MAX_RESTART_SECONDS:
+            raise CostModelError(
+                f"restart_seconds must be a number >= 0, at most {MAX_RESTART_SECONDS:,.0f}, got {self.restart_seconds:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -405,7 +405,9 @@ def _dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec) -> float
         return by_bytes
     # A multiply-add is two FLOPs. From compute capability 8.6 on, and on Hopper, half of the fp32 lanes do integers;
     # before, there were as many lanes of each.
-    has_shared_lanes = tuple(int(part) for part in gpu.compute_capability.split(".")) >= (8, 6)
+    # Of a described GPU whose compute capability is not known, the slower of the two is taken: most cards are newer.
+    capability = [int(part) for part in gpu.compute_capability.split(".") if part.isdecimal()]
+    has_shared_lanes = len(capability) < 2 or tuple(capability) >= (8, 6)
     integer_rate = gpu.peak_fp32_flops_per_second / (4 if has_shared_lanes else 2)
     return max(by_bytes, instructions / integer_rate)
 

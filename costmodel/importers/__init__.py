@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, short
 from costmodel.importers import axolotl, checkpoint, llamafactory, training_arguments, trl, wandb_config
 from costmodel.importers.reading import ImportedJob, Origin, read_mapping
 from costmodel.specs import Job
@@ -57,8 +57,8 @@ def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     if keys & _JOB_KEYS:
         return "job"  # misspelt: the job's own message names the nearest field
     raise CostModelError(
-        "no known configuration has these keys: " + ", ".join(sorted(keys)[:8]) + "; known are job files, Axolotl, "
-        "LLaMA-Factory, TRL and TrainingArguments, W&B run configs and checkpoint folders"
+        f"no known configuration has these keys: {', '.join(map(short, sorted(keys)[:8]))}; known are job files, "
+        "Axolotl, LLaMA-Factory, TRL and TrainingArguments, W&B run configs and checkpoint folders"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.importers.reading import (
     ConfigReader,
     ImportedJob,
@@ -522,8 +522,8 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     reader.recognised("axolotl")
     reader.default("framework_version", VERSION, "the version whose defaults are used")
     reader.copy("model", "base_model")
-    overrides = reader.value("overrides_of_model_config", "model_config")
-    if isinstance(overrides, dict):
+    overrides = reader.mapping("overrides_of_model_config", "model_config")
+    if overrides:
         _model_overrides(reader, overrides)
     rl = reader.value("rl")
     if is_on(rl):
@@ -576,6 +576,8 @@ def _precision(reader: ConfigReader) -> None:
     """``resolve_dtype`` of utils/config/__init__.py, on a GPU that has bf16."""
     bf16_written = "bf16" in reader.config
     bf16, fp16 = reader.value("bf16"), bool(reader.flag("fp16"))
+    if bf16 is not None and str(bf16).lower() not in ("auto", "full"):
+        bf16 = reader.flag("bf16")
     half, brain = bool(reader.flag("float16")), bool(reader.flag("bfloat16"))
     if not bf16_written or str(bf16).lower() == "auto":
         is_bf16 = not fp16
@@ -608,8 +610,7 @@ def _precision(reader: ConfigReader) -> None:
 def _method(reader: ConfigReader) -> None:
     adapter = reader.value("adapter")
     four, eight = bool(reader.flag("load_in_4bit")), bool(reader.flag("load_in_8bit"))
-    settings = reader.value("bnb_config_kwargs")
-    settings = settings if isinstance(settings, dict) else {}
+    settings = reader.mapping("bnb_config_kwargs") or {}
     gptq = reader.flag("gptq")
     if not is_on(adapter):
         reader.default("method", "full", "utils/schemas/peft.py: adapter")
@@ -675,7 +676,7 @@ def _batch(reader: ConfigReader) -> None:
     reader.default("per_device_eval_batch_size", micro, "utils/config/__init__.py: eval_batch_size is micro_batch_size")
     reader.copy("num_train_epochs", "num_epochs")
     reader.default("num_train_epochs", 1.0, "utils/schemas/training.py: num_epochs")
-    steps = reader.number("max_steps")
+    steps = reader.number("max_steps", at_least=-1)
     if steps is not None and steps > 0:
         reader.set("max_steps", steps, "max_steps")
     optimizer = reader.value("optimizer")
@@ -685,7 +686,7 @@ def _batch(reader: ConfigReader) -> None:
 
 
 def _checkpointing(reader: ConfigReader) -> None:
-    written, kwargs = reader.value("gradient_checkpointing"), reader.value("gradient_checkpointing_kwargs")
+    written, kwargs = reader.value("gradient_checkpointing"), reader.mapping("gradient_checkpointing_kwargs")
     offloading = reader.value("activation_offloading")
     # "offload" and "unsloth" are earlier spellings of checkpointing with offloaded boundaries.
     offload_words = ("offload", "offload_disk", "unsloth")
@@ -701,7 +702,7 @@ def _checkpointing(reader: ConfigReader) -> None:
     if written is not None:
         reader.set("gradient_checkpointing", checkpoints, "gradient_checkpointing")
     reader.default("gradient_checkpointing", False, "utils/schemas/config.py")
-    if isinstance(kwargs, dict):
+    if kwargs is not None:
         reader.set("gradient_checkpointing_kwargs", kwargs, "gradient_checkpointing_kwargs")
     elif checkpoints and reader.value("unfrozen_parameters") is None and not is_on(reader.value("rl")):
         reader.default("gradient_checkpointing_kwargs", {"use_reentrant": True}, "utils/config/__init__.py")
@@ -732,7 +733,7 @@ def _loss_kernels(reader: ConfigReader) -> None:
     listed = reader.value("plugins")
     plugins = [str(plugin).lower() for plugin in listed] if isinstance(listed, list) else []
     if listed is not None and not isinstance(listed, list):
-        raise CostModelError(f"{reader.where}: plugins must be a list, got {listed!r}")
+        raise CostModelError(f"{reader.where}: plugins must be a list, got {shown(listed)}")
     liger_keys = [key for key in reader.config if key.startswith("liger_")]
     for key in liger_keys:
         reader.value(key)
@@ -832,8 +833,8 @@ def _sharding(reader: ConfigReader) -> None:
     deepspeed = reader.value("deepspeed")
     if deepspeed is not None:
         reader.set("deepspeed", deepspeed_setting(reader, deepspeed, "deepspeed"), "deepspeed")
-    config = reader.value("fsdp_config")
-    words = fsdp_words(reader.value("fsdp"), config)
+    config = reader.mapping("fsdp_config")
+    words = reader.converted(reader.value("fsdp"), "fsdp", lambda value: fsdp_words(value, config))
     if words is not None:
         reader.set("fsdp", words, reader.key_of("fsdp", "fsdp_config"))
     sizes = {}

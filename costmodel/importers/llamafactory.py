@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from costmodel.errors import shown
 from costmodel.importers import training_arguments
 from costmodel.importers.reading import ConfigReader, ImportedJob, is_on, listed_names, names
 from costmodel.importers.training_arguments import read_training_arguments
@@ -393,7 +394,7 @@ def _kernels(reader: ConfigReader) -> None:
     if name is not None:
         reader.set("attn_implementation", name, "flash_attn")
     elif attention is not None and str(word).lower() != "auto":
-        reader.warn(f"flash_attn: {attention!r} is not one of auto, disabled, sdpa, fa2, fa3, and is not used")
+        reader.warn(f"flash_attn: {shown(attention)} is not one of auto, disabled, sdpa, fa2, fa3, and is not used")
     if (liger := reader.flag("enable_liger_kernel")) is not None:
         reader.set("use_liger_kernel", liger, "enable_liger_kernel")
 

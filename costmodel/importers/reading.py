@@ -6,20 +6,30 @@ Nothing here runs anything: YAML is safe-loaded, JSON is JSON, no pickle is open
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, one_line, short, shown
 from costmodel.specs import OPTIMIZERS, Job, parse_job
+from costmodel.strict_json import parse_json
 
 MAX_CONFIG_BYTES: Final = 10 * 1000 * 1000
 MAX_CONFIG_VALUES: Final = 200_000
 
 KeyClass = Literal["understood", "harmless", "unknown"]
+# What limits or splits a data set, in any of the tools.
+DATASET_KEYS: Final = (
+    "max_samples",
+    "max_train_samples",
+    "val_set_size",
+    "val_size",
+    "test_split_size",
+    "validation_split_percentage",
+)
 LossOn = Literal["all", "completion", "by_format"]
 
 
@@ -68,13 +78,24 @@ class ImportedJob:
         return tuple(name for name, origin in self.origins.items() if origin.kind == "tool_default")
 
     @property
+    def waits_for_dataset(self) -> str | None:
+        """A sentence on what the tool would do with a data set where only its size is given: not applied to it."""
+        if not (self.max_samples or self.eval_split):
+            return None
+        keys = [key for key in DATASET_KEYS if key in self.understood]
+        return (
+            f"{' and '.join(keys) or 'a limit or split of the data set'} in {self.where}: needs the data set itself "
+            "(--dataset); num_samples is taken as what is trained on"
+        )
+
+    @property
     def all_warnings(self) -> tuple[str, ...]:
         """``warnings``, and the unknown keys in one sentence."""
         if not self.unknown:
             return self.warnings
         one = len(self.unknown) == 1
         listed = f"{'key' if one else 'keys'} of {self.where} {'is' if one else 'are'} not known and not used: "
-        return (*self.warnings, f"{len(self.unknown)} {listed}{', '.join(self.unknown)}")
+        return (*self.warnings, f"{len(self.unknown)} {listed}{', '.join(map(short, self.unknown))}")
 
 
 class ConfigReader:
@@ -109,10 +130,25 @@ class ConfigReader:
         value = self.value(*keys)
         return None if value is None else as_flag(value, f"{self.where}: {self.key_of(*keys)}")
 
-    def number(self, *keys: str) -> float | None:
-        """A number, whole or not. Raises :class:`CostModelError` for anything else."""
+    def number(self, *keys: str, at_least: float = 0) -> float | None:
+        """A number, whole or not. Raises :class:`CostModelError` for anything else, and for one below ``at_least``."""
         value = self.value(*keys)
-        return None if value is None else as_number(value, f"{self.where}: {self.key_of(*keys)}")
+        if value is None:
+            return None
+        number = as_number(value, f"{self.where}: {self.key_of(*keys)}")
+        if number < at_least:
+            raise CostModelError(f"{self.where}: {self.key_of(*keys)} must be at least {at_least:g}, got {number:g}")
+        return number
+
+    def mapping(self, *keys: str) -> dict[str, Any] | None:
+        """A mapping, or one as JSON text, which command lines pass. Raises :class:`CostModelError` for anything else."""
+        value = self.value(*keys)
+        where = f"{self.where}: {self.key_of(*keys)}"
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = parse_json(value, where)
+        if value is not None and not isinstance(value, dict):
+            raise CostModelError(f"{where} must be a mapping, got {shown(value)}")
+        return value
 
     def set(self, field: str, value: Any, *keys: str, note: str = "") -> None:
         """A job field that the file's ``keys`` decide. ``None`` says nothing."""
@@ -147,6 +183,7 @@ class ConfigReader:
         self.origins["framework"] = Origin("file", f"the keys of {self.where}")
 
     def warn(self, sentence: str) -> None:
+        sentence = one_line(sentence)  # it may quote the file
         if sentence not in self.warnings:
             self.warnings.append(sentence)
 
@@ -221,22 +258,20 @@ def read_mapping(path: str) -> dict[str, Any]:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in (".yaml", ".yml", ".json", ""):
         read_text(path)  # a file that is not there is said first
-        raise CostModelError(f"{path}: a job file is .json, .yaml or .jsonl, not {suffix}")
-    text = read_text(path)
-    value = parse_yaml(text, path) if suffix in (".yaml", ".yml") else parse_json(text, path)
+        if suffix == ".jsonl":
+            raise CostModelError(f"{path} holds a job a line, which only ftcost estimate reads; give one job")
+        raise CostModelError(f"{path}: a job file is .json, .yaml or .jsonl, not {short(suffix)}")
+    return mapping_in_text(read_text(path), path, is_yaml=suffix in (".yaml", ".yml"))
+
+
+def mapping_in_text(text: str, path: str, *, is_yaml: bool) -> dict[str, Any]:
+    """:func:`read_mapping` for a text that is read already; ``path`` is its name in messages."""
+    value = parse_yaml(text, path) if is_yaml else parse_json(text, path)
     _refuse_expansion(value, path)
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return value
     kind = "field names that are not text" if isinstance(value, dict) else type(value).__name__
     raise CostModelError(f"{path} must hold one job, a mapping of field names to values; it holds {kind}")
-
-
-def parse_json(text: str, where: str) -> Any:
-    """JSON without NaN and infinity. Raises :class:`CostModelError`."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CostModelError(f"{where} is not valid JSON: {error}") from None
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -252,10 +287,6 @@ def parse_yaml(text: str, where: str) -> Any:
             if value.get(name) is False:
                 value[name] = "no"
     return value
-
-
-def _refuse_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not a number")
 
 
 def _refuse_expansion(value: Any, where: str) -> None:
@@ -282,7 +313,7 @@ def as_flag(value: Any, where: str) -> bool:
         return bool(value)
     if isinstance(value, str) and value.strip().lower() in _WORDS_FOR_YES | _WORDS_FOR_NO:
         return value.strip().lower() in _WORDS_FOR_YES
-    raise CostModelError(f"{where} must be true or false, got {value!r}")
+    raise CostModelError(f"{where} must be true or false, got {shown(value)}")
 
 
 _WORDS_FOR_YES: Final = frozenset({"true", "yes", "on", "1"})
@@ -290,15 +321,17 @@ _WORDS_FOR_NO: Final = frozenset({"false", "no", "off", "0", "none", "null", ""}
 
 
 def as_number(value: Any, where: str) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
+    number = value if not isinstance(value, bool) else None
     if isinstance(value, str):
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-    raise CostModelError(f"{where} must be a number, got {value!r}")
+        for kind in (float, int):  # the last that reads it
+            with contextlib.suppress(ValueError):
+                number = kind(value)
+    if isinstance(number, (int, float)) and abs(number) <= _MAX_NUMBER:  # nan is not
+        return number
+    raise CostModelError(f"{where} must be a number, got {shown(value)}")
+
+
+_MAX_NUMBER: Final = 1e15
 
 
 def is_on(value: Any) -> bool:
@@ -318,7 +351,7 @@ def names(value: Any) -> tuple[str, ...] | str | None:
     elif isinstance(value, (set, frozenset)):
         value = sorted(value)
     if not isinstance(value, (list, tuple)):
-        raise CostModelError(f"module names must be a list or text, got {value!r}")
+        raise CostModelError(f"module names must be a list or text, got {shown(value)}")
     found = tuple(str(name).strip() for name in value if str(name).strip())
     return "all-linear" if found == ("all-linear",) else found or None
 
@@ -363,9 +396,9 @@ def attention_name(reader: ConfigReader, value: Any, key: str) -> str | None:
     elif lowered in ("xformers", "sage", "fp8"):
         nearest = "sdpa"
     if nearest is None:
-        reader.warn(f"{key}: attention {name!r} is not modelled; the framework's default is assumed")
+        reader.warn(f"{key}: attention {shown(name)} is not modelled; the framework's default is assumed")
     elif "flash-attn" not in lowered:
-        reader.warn(f"{key}: attention {name!r} is not modelled; estimated as {nearest}")
+        reader.warn(f"{key}: attention {shown(name)} is not modelled; estimated as {nearest}")
     return nearest
 
 
@@ -395,7 +428,7 @@ def optimizer_name(reader: ConfigReader, value: Any, key: str) -> str:
     if name in _SAME_OPTIMIZER:
         return _SAME_OPTIMIZER[name]
     nearest = "adamw_8bit" if re.search(r"[48]-?bit|fp8", name) else "adamw_torch"
-    reader.warn(f"{key}: optimizer {name!r} is not modelled; its states are estimated as those of {nearest}")
+    reader.warn(f"{key}: optimizer {shown(name)} is not modelled; its states are estimated as those of {nearest}")
     return nearest
 
 
@@ -429,6 +462,8 @@ def zero_stage(stage: int, *, offload: bool = False) -> dict[str, Any]:
 
 def fsdp_words(fsdp: Any, config: Any) -> str | None:
     """``fsdp`` and ``fsdp_config`` of any tool as ``TrainingArguments.fsdp`` spells them: ``"full_shard offload"``."""
+    if fsdp is not None and not isinstance(fsdp, (bool, str, list, tuple)):
+        raise CostModelError(f"must be true, false, words or a list of words, got {shown(fsdp)}")
     options = dict(config) if isinstance(config, dict) else {}
     plain = {name.removeprefix("fsdp_"): value for name, value in options.items()}
     if isinstance(fsdp, (list, tuple)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from costmodel.errors import CostModelError, shown
 from costmodel.importers.reading import ConfigReader, deepspeed_setting, fsdp_words, is_on, optimizer_name
 
 # Read into the job.
@@ -181,7 +182,7 @@ def read_training_arguments(reader: ConfigReader, *, logging_steps: float = 500)
     reader.copy("per_device_train_batch_size", "per_device_train_batch_size", "per_gpu_train_batch_size")
     reader.copy("gradient_accumulation_steps", "gradient_accumulation_steps")
     reader.copy("num_train_epochs", "num_train_epochs")
-    max_steps = reader.number("max_steps")
+    max_steps = reader.number("max_steps", at_least=-1)
     if max_steps is not None and max_steps > 0:
         reader.set("max_steps", max_steps, "max_steps")
     reader.set("bf16", reader.flag("bf16"), "bf16")
@@ -194,8 +195,12 @@ def read_training_arguments(reader: ConfigReader, *, logging_steps: float = 500)
     _sampling(reader)
     _evaluation_and_saving(reader, logging_steps)
     fsdp = reader.value("fsdp")
+    config = reader.value("fsdp_config")
+    if not isinstance(config, str):  # text is the path of a file, which is not read
+        config = reader.mapping("fsdp_config")
+    words = reader.converted(fsdp, "fsdp", lambda value: fsdp_words(value, config))
     if is_on(fsdp):  # fsdp_config alone switches nothing on
-        reader.set("fsdp", fsdp_words(fsdp, reader.value("fsdp_config")), "fsdp")
+        reader.set("fsdp", words, "fsdp")
     deepspeed = reader.value("deepspeed")
     if deepspeed is not None:
         reader.set("deepspeed", deepspeed_setting(reader, deepspeed, "deepspeed"), "deepspeed")
@@ -214,8 +219,8 @@ def _checkpointing(reader: ConfigReader) -> None:
     names = ("activation_checkpointing", "gradient_checkpointing")
     reader.set("gradient_checkpointing", reader.flag(*names), reader.key_of(*names))
     details = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    kwargs = reader.value(*details)
-    if isinstance(kwargs, dict):
+    kwargs = reader.mapping(*details)
+    if kwargs is not None:
         reader.set("gradient_checkpointing_kwargs", kwargs, reader.key_of(*details))
 
 
@@ -232,7 +237,7 @@ def _sampling(reader: ConfigReader) -> None:
     if strategy in ("random", "sequential", "group_by_length"):
         reader.set("train_sampling_strategy", strategy, "train_sampling_strategy")
     elif strategy is not None:
-        reader.warn(f"train_sampling_strategy: {strategy!r} is not modelled; a random order is assumed")
+        reader.warn(f"train_sampling_strategy: {shown(strategy)} is not modelled; a random order is assumed")
     if reader.flag("group_by_length"):  # transformers 4
         reader.set("train_sampling_strategy", "group_by_length", "group_by_length")
 
@@ -245,8 +250,12 @@ def _evaluation_and_saving(reader: ConfigReader, logging_steps: float) -> None:
     if steps is not None and steps > 0:
         reader.set("eval_steps", steps, "eval_steps")
     elif strategy == "steps":
+        if steps == 0:
+            reader.warn("eval_steps: 0 counts as not said; the Trainer then evaluates every logging_steps")
         # eval_steps follows logging_steps (training_args.py, __post_init__).
         written = reader.number("logging_steps")
+        if written == 0:
+            raise CostModelError(f"{reader.where}: eval_strategy steps needs an eval_steps or logging_steps above 0")
         if written:
             reader.set("eval_steps", written, "logging_steps")
         else:

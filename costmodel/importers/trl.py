@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from costmodel.errors import shown
 from costmodel.importers import training_arguments
 from costmodel.importers.reading import (
     ConfigReader,
@@ -250,8 +251,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     reader.recognised(tool)
     read_training_arguments(reader, logging_steps=10 if is_trl else 500)
     reader.copy("model", "model_name_or_path", "model_name")
-    init = reader.value("model_init_kwargs")
-    init = init if isinstance(init, dict) else {}
+    init = reader.mapping("model_init_kwargs") or {}
     _weights(reader, init, is_trl)
     _quantization(reader, init)
     _method(reader, is_trl)
@@ -310,7 +310,7 @@ def _set_dtype(reader: ConfigReader, value: Any, key: str) -> None:
         stored = dtype_name(config.get("dtype") or config.get("torch_dtype"))
         reader.set("dtype", stored or "bfloat16", key, note="auto: as stored" if stored else "auto: bfloat16 is assumed")
     else:
-        reader.warn(f"{key}: {value!r} is not float32, bfloat16, float16 or auto, and is not used")
+        reader.warn(f"{key}: {shown(value)} is not float32, bfloat16, float16 or auto, and is not used")
 
 
 def _quantization(reader: ConfigReader, init: Mapping[str, Any]) -> None:

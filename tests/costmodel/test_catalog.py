@@ -90,7 +90,50 @@ def test_every_gpu_is_found_by_each_of_its_names() -> None:
     for gpu in list_gpus():
         assert find_gpu(gpu.name) == gpu
         for nvml_name in gpu.nvml_names:
+            if gpu.name in ("RTX 3060 12GB", "RTX 3080 10GB", "RTX 4060 Ti 16GB"):
+                continue  # NVML calls their sisters of another memory size the same
             assert find_gpu(nvml_name) == gpu
+            assert find_gpu(nvml_name.replace(" ", "")) == gpu
+
+
+@pytest.mark.parametrize(
+    ("typed", "other"),
+    [
+        ("RTX 4070", "RTX 4070 Ti SUPER"),
+        ("RTX 4070 Ti", "RTX 4070 Ti SUPER"),
+        ("RTX 4070 SUPER", "RTX 4070 Ti SUPER"),
+        ("NVIDIA GeForce RTX 4060", "RTX 4060 Ti 16GB"),
+        ("RTX 5070", "RTX 5070 Ti"),
+        ("RTX 2080", "RTX 2080 Ti"),
+        ("Quadro 6000", "Quadro RTX 6000"),
+    ],
+)
+def test_a_grade_that_is_left_out_is_never_filled_in(typed: str, other: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"{other} is another card; or describe it"):
+        find_gpu(typed)
+
+
+@pytest.mark.parametrize("typed", ["TITAN", "server", "10GB", "Max-Q", "HBM3e"])
+def test_a_name_without_a_model_names_nothing(typed: str) -> None:
+    with pytest.raises(UnknownNameError):
+        find_gpu(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti 16GB"),
+        ("NVIDIAGeForceRTX4060Ti", "RTX 4060 Ti 16GB"),
+        ("rtx 3060", "RTX 3060 12GB"),
+        ("RTX 3080", "RTX 3080 10GB"),
+    ],
+)
+def test_a_card_that_comes_in_two_sizes_needs_its_size(typed: str, name: str) -> None:
+    with pytest.raises(AmbiguousNameError, match=f"choose one of: {name}; .*say the size") as caught:
+        find_gpu(typed)
+    assert caught.value.candidates == [name]
+    assert find_gpu(name).name == name
+    assert find_gpu(f"{typed} {name.split()[-1]}").name == name
 
 
 def test_data_sheet_of_an_a40() -> None:

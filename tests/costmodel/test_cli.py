@@ -6,6 +6,7 @@ import datetime
 import importlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -551,3 +552,164 @@ def test_the_console_script_has_the_same_commands() -> None:
         check=True,
     )
     assert json.loads(done.stdout)[0]["name"] == "A40"
+
+
+# --- what must never get through
+
+_HUGE = "1" + "0" * 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lora-alpha", "1e400"], "lora_alpha: Input should be a finite number, got inf"),
+        (["--lora-alpha", _HUGE], "lora_alpha: Input should be a valid number, got a whole number of about 400 digits"),
+        (["--lora-r", _HUGE], "lora_r: Input should be less than or equal to 65536"),
+        (["--num-gpus", _HUGE], "num_gpus: Input should be less than or equal to 1000000"),
+        (["-b", "1000001"], "per_device_train_batch_size: Input should be less than or equal to 1000000"),
+        (["--samples", "1000000000001"], "num_samples"),
+        (["--save-steps", "inf"], "save_steps: Input should be a finite number"),
+        (["--eval-steps", "nan"], "eval_steps: Input should be a finite number"),
+        (["--epochs", "1e300"], "num_train_epochs"),
+        (["--usd-per-gpu-hour", "1e308"], "usd_per_gpu_hour: must be a positive number of dollars, at most 10,000"),
+        (["--usd-per-gpu-hour", "nan"], "usd_per_gpu_hour"),
+        (["--lengths", "fixed:1e999"], "lengths.fixed"),
+        (["--lengths", "79:inf"], "lengths.histogram.79"),
+        (["--lengths", "79:-1"], "lengths: the count of length 79 must be from 0 to 1,000,000,000,000, got -1.0"),
+        (["--lengths", "mean:5,max:3"], "ftcost: lengths: mean 5 is above max 3"),
+        (["--budget-usd", "inf"], "--budget-usd must be a finite number, got inf"),
+        (["--deadline-hours", "inf"], "--deadline-hours must be a finite number"),
+        (
+            ["--tier", "spot", "--interruptions-per-hour", "1e300"],
+            "interruptions_per_hour must be a number >= 0, at most 3600",
+        ),
+        (
+            ["--gpu-memory-gib", "40", "--gpu-bandwidth-gb-per-second", "inf", "--gpu-bf16-tflops", "100"],
+            "--gpu-bandwidth-gb-per-second must be a finite number",
+        ),
+        (["--restart-seconds", "inf"], "--restart-seconds must be a finite number"),
+        (
+            ["--gpu-memory-gib", "inf", "--gpu-bandwidth-gb-per-second", "1000", "--gpu-bf16-tflops", "100"],
+            "'--gpu-memory-gib': Input should be less than or equal to 1000000",
+        ),
+        (
+            ["--gpu-memory-gib", "40", "--gpu-bandwidth-gb-per-second", "1e300", "--gpu-bf16-tflops", "100"],
+            "gpu: memory_bandwidth_bytes_per_second",
+        ),
+    ],
+)
+def test_numbers_out_of_range_are_wrong_input(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], estimator: StandInEstimator
+) -> None:
+    assert message in _wrong_input(capsys, "estimate", "-m", MODEL, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ('{"model": "m", "model": "n"}', "the key 'model' is there twice"),
+        ('{"model": "m", "gpu": {"name": "x"}}', "ftcost: gpu: memory_bytes: Field required; memory_bandwidth"),
+        ('{"model": "m", "gpu": 5}', "ftcost: gpu: must be text or a mapping that describes it, got 5\n"),
+        ('{"model": 5}', "ftcost: model: must be text or a mapping, got 5\n"),
+        ('{"model": "m", "lora_target_modules": [1]}', "lora_target_modules: must be text or a list of text, got [1]\n"),
+        (
+            '{"model": "m", "framework_version": 4.4}',
+            "framework_version: 4.4 may be 4.4 or 4.40 where it is not text: quote",
+        ),
+        ('{"model": "m", "lora_alpha": 1e400}', "lora_alpha: Input should be a finite number"),
+        ('{"model": "m", "optim": "\\u001b[31m"}', "no optimizer matches '\\x1b[31m'"),
+        ('{"model": "m", "' + "x" * 5000 + '": 1}', "no Job field matches '" + "x" * 76 + "...\n"),
+    ],
+)
+def test_faults_of_a_job_are_one_short_line(
+    job: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], estimator: StandInEstimator
+) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(job)
+    line = _wrong_input(capsys, "estimate", str(path))
+    assert message in line
+    assert len(line) < 500
+
+
+@pytest.mark.parametrize(("written", "version"), [("5.24", "5.24"), ("5", "5"), ("5.0", "5.0"), ("'4.40'", "4.40")])
+def test_a_version_may_be_a_number_in_yaml(written: str, version: str, tmp_path: Path, estimator: StandInEstimator) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: m\nframework_version: {written}\n")
+    assert cli.run(["estimate", str(path), "--json"]) == 0
+    assert Job.model_validate(estimator.jobs[-1]).framework_version == version
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "code", "num_answers"),
+    [
+        pytest.param('{"model": "m"}\n{bad\n', [], 0, 2, id="mixed"),
+        pytest.param('{"model": "m"}\n{bad\n', ["--strict"], 2, 2, id="mixed-strict"),
+        pytest.param('{"model": "m"}\n', ["--strict"], 0, 1, id="good-strict"),
+        pytest.param("{bad\n5\n", [], 2, 2, id="all-bad"),
+        pytest.param("\n\n", [], 2, 0, id="no-job"),
+        pytest.param('{\n  "model": "m",\n\n  "lora_r": 8\n}\n', [], 0, 1, id="one-job-over-lines"),
+        pytest.param('{"model": "a\u2028b"}\n{"model": "m"}\n', [], 0, 2, id="only-a-line-feed-ends-a-line"),
+        pytest.param('\ufeff{"model": "m"}\n', [], 0, 1, id="byte-order-mark"),
+    ],
+)
+@pytest.mark.parametrize("from_file", [True, False])
+def test_exit_codes_of_many_jobs(
+    text: str, arguments: list[str], code: int, num_answers: int, from_file: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], estimator: StandInEstimator,
+) -> None:  # fmt: skip
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert cli.run(["estimate", str(path) if from_file else "-", *arguments]) == code
+    assert len(capsys.readouterr().out.rstrip("\n").split("\n") if num_answers else []) == num_answers
+
+
+@pytest.mark.parametrize("command", ["compare", "optimize"])
+def test_one_job_on_standard_input(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {"model": "Qwen/Qwen2.5-0.5B", "method": "lora", "framework": "trl", "max_length": 512, "num_samples": 100}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(job | {"lengths": {"fixed": 100}}, indent=2)))
+    assert cli.run([command, "-", "--gpus", "A40,A40,NVIDIA A40", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert command == "optimize" or [row["gpu"] for row in answer] == ["A40"] * len(
+        {row["price"]["cloud"] for row in answer}
+    )
+
+
+@pytest.mark.parametrize("command", ["estimate", "compare", "optimize"])
+def test_two_formats_are_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give one format" in _wrong_input(capsys, command, "-m", MODEL, "--json", "--markdown")
+
+
+def test_no_command_prints_the_help_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Usage: ftcost [OPTIONS] COMMAND")
+    assert "\n  estimate " in err
+
+
+def _in_a_shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m costmodel.cli {command}"],
+        capture_output=True, text=True, check=False, encoding="ascii",
+        env={**os.environ, "PYTHONUTF8": "0", **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX shell")
+def test_streams_that_cannot_take_the_answer(tmp_path: Path) -> None:
+    closed = _in_a_shell("gpus >&-")
+    assert (closed.returncode, closed.stderr) == (
+        2,
+        "ftcost: standard output is closed: there is nowhere to write the answer\n",
+    )
+    path = tmp_path / "job.json"
+    path.write_text('{"model": "mod\\u00e8le"}')
+    narrow = _in_a_shell(f"estimate {path}", PYTHONIOENCODING="ascii")
+    assert narrow.returncode == 2
+    assert "no model matches 'mod\\xe8le'" in narrow.stderr
+    if os.path.exists("/dev/full"):
+        full = _in_a_shell("gpus >/dev/full")
+        assert (full.returncode, full.stderr) == (2, "ftcost: cannot write the answer: No space left on device\n")

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -723,3 +724,60 @@ def test_compare_reads_other_tools_and_says_what_it_did_not_use(tmp_path: Path, 
     path = _write(tmp_path, "q.yml", text)
     assert cli.run(["compare", path, "--gpus", "A40", "--lengths", "fixed:300", "--samples", "100"]) == 0
     assert "is not known and not used: sead" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tool", "line", "message"),
+    [
+        ("axolotl", "fsdp: 7", "fsdp: must be true, false, words or a list of words, got 7"),
+        ("axolotl", "fsdp_config: 3", "fsdp_config must be a mapping, got 3"),
+        ("axolotl", "bf16: sometimes", "bf16 must be true or false, got 'sometimes'"),
+        ("axolotl", "val_set_size: -3", "val_set_size must be at least 0, got -3"),
+        ("axolotl", "val_set_size: .inf", "val_set_size must be a number, got inf"),
+        ("axolotl", "model_config: 3", "model_config must be a mapping, got 3"),
+        ("axolotl", "gradient_checkpointing_kwargs: 5", "gradient_checkpointing_kwargs must be a mapping, got 5"),
+        ("axolotl", "bnb_config_kwargs: [1]", "bnb_config_kwargs must be a mapping"),
+        ("trl", "gradient_checkpointing_kwargs: 5", "gradient_checkpointing_kwargs must be a mapping, got 5"),
+        ("trl", "model_init_kwargs: 5", "model_init_kwargs must be a mapping, got 5"),
+        ("trl", "eval_steps: -1", "eval_steps must be at least 0, got -1"),
+        ("trl", "fsdp: 7", "fsdp: must be true, false, words"),
+        ("trl", "fsdp_config: 7", "fsdp_config must be a mapping"),
+        ("trl", "test_split_size: -0.1", "test_split_size must be at least 0"),
+        ("trl", "{eval_strategy: steps, eval_steps: 0, logging_steps: 0}", "needs an eval_steps or logging_steps above 0"),
+        ("llamafactory", "max_samples: -5", "max_samples must be at least 0, got -5"),
+        ("llamafactory", "val_size: -5", "val_size must be at least 0"),
+    ],
+)
+def test_nonsense_is_refused_with_its_key(tool: str, line: str, message: str) -> None:
+    import yaml
+
+    start = {
+        "axolotl": {"base_model": "meta-llama/Llama-2-7b-hf", "adapter": "qlora", "micro_batch_size": 1},
+        "trl": {"model_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 512, "output_dir": "o"},
+        "llamafactory": {"model_name_or_path": "meta-llama/Llama-2-7b-hf", "stage": "sft", "finetuning_type": "lora"},
+    }[tool]
+    with pytest.raises(CostModelError, match=f"the configuration: .*{re.escape(message)}"):
+        import_mapping({**start, **yaml.safe_load(line)})
+
+
+def test_what_a_tool_does_with_a_data_set_waits_for_one() -> None:
+    start = {"model_name_or_path": "meta-llama/Llama-2-7b-hf", "stage": "sft", "finetuning_type": "lora"}
+    sentence = import_mapping({**start, "max_samples": 1000, "val_size": 0.1}, "lf.yaml").waits_for_dataset
+    assert sentence is not None
+    assert sentence.startswith("max_samples and val_size in lf.yaml: needs the data set itself (--dataset)")
+    assert import_mapping(start, "lf.yaml").waits_for_dataset is None
+    axolotl = {"base_model": "meta-llama/Llama-2-7b-hf", "micro_batch_size": 1, "val_set_size": 0.1}
+    assert str(import_mapping(axolotl).waits_for_dataset).startswith("val_set_size in the configuration")
+
+
+def test_mappings_may_be_json_text_as_on_a_command_line() -> None:
+    config = {"model_name_or_path": "m/m", "max_length": 512, "gradient_checkpointing_kwargs": '{"use_reentrant": false}'}
+    assert import_mapping(config).fields["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+
+
+def test_no_eval_steps_means_logging_steps_as_in_the_trainer() -> None:
+    # TrainingArguments.__post_init__, transformers 5.24: eval_steps of 0 falls back to logging_steps.
+    config = {"model_name_or_path": "m/m", "max_length": 9, "eval_strategy": "steps", "eval_steps": 0, "logging_steps": 50}
+    imported = import_mapping(config)
+    assert imported.fields["eval_steps"] == 50
+    assert any(warning.startswith("eval_steps: 0 counts as not said") for warning in imported.warnings)

@@ -104,7 +104,7 @@ def test_logits_to_keep_bounds_the_positions_that_reach_the_head() -> None:
     [
         pytest.param("12\nabc\n", "whole number of tokens a line", id="words"),
         pytest.param("", "no lengths", id="empty"),
-        pytest.param("0\n5\n", "below 1", id="zero"),
+        pytest.param("0\n5\n", "at least 1 token, got 0", id="zero"),
         pytest.param("{broken", "whole number of tokens a line", id="damaged-json"),
     ],
 )
@@ -130,3 +130,34 @@ def test_the_longest_sample_that_is_named_with_a_mean_decides_the_longest_batch(
     assert dist.longest_tokens == 1304
     assert dist.shares[-1] < 2e-4
     assert dist.mean_tokens == pytest.approx(130, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"5": NaN}', "whole number of tokens a line"),
+        ('{"5": 1e999}', "count of length 5 must be from 0 to 1,000,000,000,000, got inf"),
+        ('{"5": -1}', "count of length 5 must be from 0"),
+        ('{"5": 0}', "the histogram holds no samples"),
+        ('{"0": 3}', "at least 1 token, got 0"),
+        ('{"5": 1, "5": 2}', "JSON mapping length: count"),
+        ('{"5": true}', "JSON mapping length: count"),
+        ("[5.9, 7]", "a JSON list"),
+        ("[true]", "a JSON list"),
+        ("[10000000000]", "at most 1,000,000,000 tokens"),
+        ("[" * 100_000, "a JSON list"),
+    ],
+)
+def test_a_lengths_file_is_checked_like_lengths_in_a_job(tmp_path, content: str, message: str) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(content)
+    with pytest.raises(CostModelError, match=message):
+        distribution(Lengths(file=str(path)), 128)
+
+
+def test_a_length_that_no_sample_has_is_left_out_of_a_file_as_of_a_job(tmp_path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text('{"5": 3, "100": 0, "7": 1}')
+    counts = {5: 3.0, 100: 0.0, 7: 1.0}
+    assert distribution(Lengths(file=str(path)), 128) == distribution(Lengths(histogram=counts), 128)
+    assert distribution(Lengths(file=str(path)), 128).longest_tokens == 7

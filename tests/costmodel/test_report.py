@@ -250,3 +250,18 @@ def test_age() -> None:
     assert report.format_age("2026-08-17", TODAY) == " (84 days old)"
     assert report.format_age("2026", TODAY) == ""
     assert report.format_age("2026-08-17", None) == ""
+
+
+def test_sentences_keep_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {**ANSWER, "warnings": ["a warning that says more than fits into forty columns of a terminal"]}
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.StringIO()
+    report.print_estimate(answer, stream)
+    text = stream.getvalue()
+    assert "\n  - a warning that says more than fits\n    into forty columns of a terminal\n" in text
+    lists = text[text.index("Warnings") :].splitlines()
+    assert max(map(len, lists)) <= 40
+    monkeypatch.delenv("COLUMNS")
+    piped = io.StringIO()
+    report.print_estimate(answer, piped)
+    assert "  - a warning that says more than fits into forty columns of a terminal\n" in piped.getvalue()

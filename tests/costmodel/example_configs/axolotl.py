@@ -9,7 +9,7 @@ from example_configs import combined
 MODELS = (
     "base_model: meta-llama/Llama-3.1-8B\n",
     "base_model: mistralai/Mistral-7B-v0.1\nmodel_type: MistralForCausalLM\ntokenizer_type: LlamaTokenizer\n",
-    "base_model: Qwen/Qwen2.5-7B\ntrust_remote_code: true\nhub_model_id: me/my-qwen\n",
+    "base_model: Qwen/Qwen2.5-7B\ntrust_remote_code: false\nhub_model_id: me/my-qwen\n",
     "base_model: mistralai/Mixtral-8x7B-v0.1\nmodel_type: AutoModelForCausalLM\nis_mistral_derived_model: false\n",
     "base_model: NousResearch/Llama-2-7b-hf\ntokenizer_use_fast: true\nspecial_tokens:\n  pad_token: <pad>\n",
 )

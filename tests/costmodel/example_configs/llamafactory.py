@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from example_configs import combined
 
 MODELS = (
-    "### model\nmodel_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct\ntrust_remote_code: true\n",
+    "### model\nmodel_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct\ntrust_remote_code: false\n",
     "model_name_or_path: Qwen/Qwen2.5-7B-Instruct\nuse_fast_tokenizer: true\ncache_dir: /data/hub\n",
     "model_name_or_path: mistralai/Mixtral-8x7B-v0.1\nmodel_revision: main\n",
     "model_name_or_path: saves/base\nadapter_name_or_path: saves/first\nrope_scaling: linear\n",

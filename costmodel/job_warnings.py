@@ -1,0 +1,109 @@
+"""What a job asks for that is not modelled, cannot run on the card, or is not used: one warning each, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from costmodel.defaults import OWN_KERNEL_FRAMEWORKS, ResolvedJob
+from costmodel.model_spec import ModelSpec
+from costmodel.specs import GpuSpec, Job
+
+# Compute capability from which a kernel runs: flash-attn's README (2: Ampere; 3: Hopper); FP8 tensor cores (8.9 and 9.0).
+_ATTENTION_CAPABILITY: Final = {"flash_attention_2": (8, 0), "flash_attention_3": (9, 0)}
+_FP8_CAPABILITY: Final = (8, 9)
+
+
+def job_warnings(job: Job, resolved: ResolvedJob, model: ModelSpec, gpu: GpuSpec | None) -> list[str]:
+    """The warnings that follow from the job itself, whatever its figures come out as."""
+    return [
+        *_about_what_is_not_modelled(resolved),
+        *_about_kernels(resolved, gpu),
+        *_about_unused_fields(job, resolved),
+        *_about_length(resolved, model),
+    ]
+
+
+def _about_what_is_not_modelled(job: ResolvedJob) -> Iterator[str]:
+    sharding = job.sharding
+    if sharding.stage and not sharding.is_active:
+        yield f"{sharding.by} shards over the GPUs and num_gpus is 1: nothing is split; give num_gpus to count its memory"
+    elif sharding.is_active:
+        split = {1: "optimizer states", 2: "optimizer states and gradients", 3: "weights, gradients and optimizer states"}
+        yield (
+            f"{sharding.by}: {split[sharding.stage]} are split over {sharding.num_gpus} GPUs (ZeRO-{sharding.stage}); this "
+            "memory was held against no measured run and is less certain, and the step time is that of plain data "
+            "parallelism without communication: try one step before you rely on it"
+        )
+    elif job.num_gpus > 1:
+        yield "num_gpus > 1: plain data parallelism is assumed and its communication is not in the step time"
+    if sharding.offloads:
+        yield (
+            f"{sharding.by} moves states to the host: that is not modelled, memory is counted as if they stayed on the GPU "
+            "and the transfers are not in the step time"
+        )
+    if job.activation_offloading:
+        yield (
+            "activation_offloading: saved activations are counted on the host, and their transfers over PCIe are not in the "
+            "step time; measure a step, or use gradient_checkpointing alone"
+        )
+    if job.framework in OWN_KERNEL_FRAMEWORKS:
+        yield (
+            f"framework {job.framework}: its own kernels and defaults are not modelled, memory and time are those of "
+            "transformers; give its settings as fields, and calibrate with a measured run"
+        )
+
+
+def _about_kernels(job: ResolvedJob, gpu: GpuSpec | None) -> Iterator[str]:
+    field = "adapter_dtype" if job.is_peft else "dtype"
+    if getattr(job, field) == "float16" and job.autocast_dtype == "float16":
+        yield (
+            'fp16 autocast with trained float16 weights stops at the first step ("Attempting to unscale FP16 gradients"): '
+            f"use {field} float32"
+        )
+    if gpu is None or gpu.vendor not in {"NVIDIA", "CPU"}:
+        return
+    needed = _ATTENTION_CAPABILITY.get(job.attn_implementation)
+    capability = _capability(gpu)
+    if needed and gpu.vendor == "CPU":
+        yield f"{job.attn_implementation} does not run on a CPU: use attn_implementation sdpa"
+    elif needed and capability and capability < needed:
+        other = " or flash_attention_2" if capability >= (8, 0) else ""
+        yield (
+            f"{job.attn_implementation} needs compute capability {needed[0]}.{needed[1]} and {gpu.name} has "
+            f"{gpu.compute_capability}: use attn_implementation sdpa{other}"
+        )
+    if job.quantization == "fp8" and capability and capability < _FP8_CAPABILITY:
+        yield (
+            f"fp8 needs compute capability 8.9 and {gpu.name} has {gpu.compute_capability}: use quantization int8 or nf4, "
+            "or a card of the Ada, Hopper or Blackwell generation"
+        )
+
+
+def _capability(gpu: GpuSpec) -> tuple[int, int] | None:
+    major, _, minor = gpu.compute_capability.partition(".")
+    return (int(major), int(minor or 0)) if major.isdigit() and (minor or "0").isdigit() else None
+
+
+def _about_unused_fields(job: Job, resolved: ResolvedJob) -> Iterator[str]:
+    if job.double_quant and resolved.quantization not in {"nf4", "fp4"}:
+        yield (
+            f"double_quant is not used: it is for nf4 and fp4, and quantization is {resolved.quantization or 'not set'}; "
+            "leave one of them out"
+        )
+    if job.num_eval_samples is not None and resolved.eval_strategy == "no":
+        yield "num_eval_samples is not used: nothing is evaluated without eval_strategy (steps or epoch)"
+    if job.usd_per_gpu_hour is not None and (job.cloud is not None or job.tier is not None):
+        yield (
+            "usd_per_gpu_hour is the price, and no catalogue price is looked up for cloud and tier; leave usd_per_gpu_hour "
+            "out for the catalogue's"
+        )
+
+
+def _about_length(job: ResolvedJob, model: ModelSpec) -> Iterator[str]:
+    longest = model.max_position_embeddings
+    if longest is not None and job.max_length > longest:
+        yield (
+            f"max_length {job.max_length} is above the {longest} positions that the model was made for "
+            "(max_position_embeddings): lower it, or extend the positions (rope scaling) in model_overrides"
+        )

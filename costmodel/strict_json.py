@@ -1,0 +1,30 @@
+"""JSON that holds numbers only where it says so, and every key once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from costmodel.errors import CostModelError, shown
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value, without NaN, infinity and keys that come twice. Raises :class:`CostModelError`."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_second_key)
+    except (ValueError, RecursionError) as error:
+        raise CostModelError(f"{where} is not valid JSON: {error}") from None
+
+
+def _refuse_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a number")
+
+
+def _refuse_second_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The last value would win in silence, and the first may be the one that was meant."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ValueError(f"the key {shown(twice)} is there twice")
+    return fields
