@@ -25,7 +25,7 @@ ALLOCATOR_OVERHEAD: Final[dict[str, float]] = {"lora": 0.05, "lora_checkpointed"
 # Memory of adapted 4-bit experts in a Python loop over what their tensors add up to. Fitted on the fourteen largest batches
 # of arXiv:2408.04693 (Mixtral QLoRA, transformers 4; 40, 48 and 80 GB; two and eight experts a token; 128 to 1,024 tokens):
 # they need four times what the tensors say, in proportion to tokens times experts. Not explained; one source.
-EXPERT_LOOP_FACTOR: Final = 4.2
+EXPERT_LOOP_FACTOR: Final = 3.9
 
 # Positions whose logits exist at once: TRL 1.16 kernels/chunked_logprob.py; Liger's fused head sizes its chunks by
 # hidden/vocab, a few hundred to two thousand positions.
@@ -146,4 +146,6 @@ MEASURED_CARDS: Final = frozenset(
 )
 # Half widths of the memory interval, as a share of what torch reserves, by class of job.
 MEMORY_INTERVAL: Final[dict[str, float]] = {"lora": 0.06, "lora_checkpointed": 0.08, "full": 0.10}
+# ... and of the activations of a family that no real module was held against. Assumed.
+UNCHECKED_ACTIVATIONS_SHARE: Final = 0.3
 CUDA_CONTEXT_INTERVAL_BYTES: Final = (300 * MIB, 900 * MIB)

@@ -77,7 +77,10 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         num_saves = num_evaluations  # at most: one for each evaluation
     eval_batches = None
     if job.num_eval_samples is not None:
-        eval_batches = math.ceil(job.num_eval_samples / (job.per_device_eval_batch_size * job.num_gpus))
+        # packed rows hold several samples each
+        samples_per_row = tokens.num_samples / job.per_device_train_batch_size
+        rows = job.num_eval_samples / samples_per_row
+        eval_batches = math.ceil(rows / (job.per_device_eval_batch_size * job.num_gpus))
     return Schedule(steps, micro_batches, num_evaluations, eval_batches, num_saves)
 
 

@@ -308,7 +308,7 @@ def _memory(
     padded = _is_padded(job, tokens)
     evaluation = evaluation_batch(job, *longest_sequence(job, lengths))
     memory = peak_memory(model, job, batch, is_padded=padded, on_cpu=_on_cpu(gpu), evaluation=evaluation)
-    low, high = memory_interval(job, memory, on_cpu=_on_cpu(gpu))
+    low, high = memory_interval(model, job, memory, on_cpu=_on_cpu(gpu))
     return replace(
         memory,
         peak_device_bytes_low=low,

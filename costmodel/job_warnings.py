@@ -18,6 +18,7 @@ def job_warnings(job: Job, resolved: ResolvedJob, model: ModelSpec, gpu: GpuSpec
     """The warnings that follow from the job itself, whatever its figures come out as."""
     return [
         *_about_what_is_not_modelled(resolved),
+        *_about_the_model(job, resolved, model),
         *_about_kernels(resolved, gpu),
         *_about_unused_fields(job, resolved),
         *_about_length(resolved, model),
@@ -51,6 +52,24 @@ def _about_what_is_not_modelled(job: ResolvedJob) -> Iterator[str]:
         yield (
             f"framework {job.framework}: its own kernels and defaults are not modelled, memory and time are those of "
             "transformers; give its settings as fields, and calibrate with a measured run"
+        )
+
+
+def _about_the_model(job: Job, resolved: ResolvedJob, model: ModelSpec) -> Iterator[str]:
+    if not model.activations_checked:
+        yield (
+            f"activations of the {model.family} family are counted from its layers and were held against no real module: "
+            "the memory interval is wider; try one step"
+        )
+    if job.dtype is None and resolved.dtype == "float32" and model.checkpoint_dtype in {"bfloat16", "float16"}:
+        yield (
+            f"weights are assumed in float32, as {resolved.framework} loads them unless told otherwise; "
+            f"dtype {model.checkpoint_dtype}, the checkpoint's own, halves them"
+        )
+    if resolved.quantization == "mxfp4":
+        yield (
+            "transformers does not train on an MXFP4 base: it is loaded dequantised (Mxfp4Config(dequantize=True)); drop "
+            "quantization for the memory that takes"
         )
 
 

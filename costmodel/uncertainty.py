@@ -37,12 +37,16 @@ def step_interval_factor(job: ResolvedJob, gpu: GpuSpec, step: StepTime, distanc
     return math.exp(width)
 
 
-def memory_interval(job: ResolvedJob, memory: MemoryBreakdown, *, on_cpu: bool = False) -> tuple[int, int]:
-    """(low, high) of what the card shows, in bytes."""
+def memory_interval(model: ModelSpec, job: ResolvedJob, memory: MemoryBreakdown, *, on_cpu: bool = False) -> tuple[int, int]:
+    """(low, high) of what the card shows, in bytes. Wider where the activations were held against no real module."""
     width = c.MEMORY_INTERVAL[job_class(job)]
     low_context, high_context = (0, 0) if on_cpu else c.CUDA_CONTEXT_INTERVAL_BYTES
     low = max(memory.peak_allocated_bytes, int(memory.peak_reserved_bytes * (1 - width)))
-    return low + low_context, int(memory.peak_reserved_bytes * (1 + width)) + high_context
+    high = int(memory.peak_reserved_bytes * (1 + width))
+    if not model.activations_checked:
+        doubt = int(c.UNCHECKED_ACTIVATIONS_SHARE * memory.activations_bytes)
+        low, high = low - doubt, high + doubt
+    return low + low_context, high + high_context
 
 
 # --- the nearest measured runs ----------------------------------------------------------------------------------------

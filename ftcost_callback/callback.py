@@ -232,7 +232,7 @@ class FTCostCallback(TrainerCallback):
             "state": state,
             "optimizer": kwargs.get("optimizer"),
             "train_dataset": getattr(loader, "dataset", None),
-            "eval_dataset": getattr(kwargs.get("eval_dataloader"), "dataset", None),
+            "eval_dataset": _eval_dataset(),
             "processing_class": kwargs.get("processing_class"),
             "data_collator": getattr(loader, "collate_fn", None),
             "gpu": self._settings.gpu,
@@ -393,19 +393,26 @@ def _pauses_to_come(control: Any) -> frozenset[PauseKind]:
     return frozenset(kind for kind, is_set in flags if is_set)
 
 
+def _training_loop_locals() -> Mapping[str, Any]:
+    """The local variables of the Trainer's own training loop, which hands its callbacks neither itself nor its arguments."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_inner_training_loop":
+        frame = frame.f_back
+    return frame.f_locals if frame is not None else {}
+
+
+def _eval_dataset() -> Any:
+    """What the Trainer will evaluate on. Its loader, which callbacks are handed, is only made at the first evaluation."""
+    return getattr(_training_loop_locals().get("self"), "eval_dataset", None)
+
+
 def _checkpoint_candidates(args: Any, state: Any) -> list[Path]:
     """Folders the Trainer may have resumed from, the surest first.
 
-    The path given to ``train(resume_from_checkpoint=...)`` is kept in no object that a callback is handed, only in the
-    training loop's own frame; without it, totals would not survive a move of the checkpoint to another folder.
+    The path given to ``train(resume_from_checkpoint=...)`` is kept only in the training loop's own frame; without it, totals
+    would not survive a move of the checkpoint to another folder.
     """
-    candidates: list[Any] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_inner_training_loop":
-            candidates.append(frame.f_locals.get("resume_from_checkpoint"))
-            break
-        frame = frame.f_back
+    candidates: list[Any] = [_training_loop_locals().get("resume_from_checkpoint")]
     candidates += [args.resume_from_checkpoint, Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"]
     return [Path(each) for each in candidates if isinstance(each, (str, os.PathLike)) and str(each)]
 

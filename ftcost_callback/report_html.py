@@ -302,7 +302,7 @@ def _cards_html(run: ReportedRun) -> str:
         _card("Spent" if run.is_over else "Spent so far", spent, spent_note, first=True, absent="no price"),
         _card("Predicted before the run", predicted, predicted_note and interval + predicted_note, absent=no_prediction),
         _card(
-            "Measured over predicted" if run.is_complete else "Projected over predicted",
+            "Total, measured over predicted" if run.is_complete else "Total, projected over predicted",
             f"{ratio:.2f}" if ratio else None,
             ratio_note,
             absent="no prediction" if not before else "not known yet",

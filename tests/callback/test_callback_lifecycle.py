@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TickingClock, num_hooks, tiny_llama, tiny_mixtral, tiny_trainer, training_arguments
+from tiny_runs import TickingClock, TokenRows, num_hooks, tiny_llama, tiny_mixtral, tiny_trainer, training_arguments
 from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
@@ -347,3 +347,12 @@ def test_arguments_of_the_trainer_are_left_alone(tmp_path: Path) -> None:
     after = trainer.args.to_dict()
     assert {name for name in before if before[name] != after[name]} <= {"logging_dir", "run_name"}
     assert not torch.is_inference_mode_enabled()
+
+
+def test_the_evaluation_to_come_is_in_the_job(tmp_path: Path) -> None:
+    """The loader that callbacks are handed is only made at the first evaluation; the data set is known from the start."""
+    trainer = tiny_trainer(tmp_path, [callback(predict=True)], eval_dataset=TokenRows(), eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    job = read_run(tmp_path).sessions[0].job
+    assert job is not None
+    assert job["num_eval_samples"] == len(TokenRows())

@@ -432,7 +432,7 @@ def test_a_run_that_still_goes_is_told_apart_from_a_finished_one(tmp_path: Path)
     rows = [row for row in moe_run(finished=False) if row.get("global_step", 0) <= 400]
     page = text_of(render_report([read_series(write_rows(tmp_path / "run.jsonl", rows))]))
     assert "Spent so far" in page
-    assert "Projected over predicted" in page
+    assert "Total, projected over predicted" in page
     assert "projected total $1.71 ($1.70 – $1.71)" in page  # noqa: RUF001
     assert "The run is heading for $1.71 against $1.54 predicted: 1.11 of the plan." in page
 

@@ -781,3 +781,10 @@ def test_no_eval_steps_means_logging_steps_as_in_the_trainer() -> None:
     imported = import_mapping(config)
     assert imported.fields["eval_steps"] == 50
     assert any(warning.startswith("eval_steps: 0 counts as not said") for warning in imported.warnings)
+
+
+def test_a_warning_that_quotes_the_file_is_one_line_for_a_terminal() -> None:
+    config = {"base_model": "meta-llama/Llama-2-7b-hf", "micro_batch_size": 1, "rl": "a\x1b[31m\nb" + "c" * 5000}
+    (warning,) = import_mapping(config).warnings
+    assert warning.startswith("rl: a\\x1b[31m bccc")
+    assert len(warning) == 2000

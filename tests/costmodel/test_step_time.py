@@ -152,3 +152,12 @@ def test_compiled_layers_move_fewer_bytes() -> None:
     assert compiled.by_group_seconds["elementwise"] < 0.5 * eager.by_group_seconds["elementwise"]
     # the optimizer stays as it was
     assert c.COMPILED_HOST_SHARE < compiled.host_seconds / eager.host_seconds < c.COMPILED_HOST_SHARE + 0.05
+
+
+@pytest.mark.parametrize("unknown", ["", "8.x", "x", "8", "sm_86"])
+def test_a_described_gpu_without_a_compute_capability_is_taken_for_a_newer_card(unknown: str) -> None:
+    ada = find_gpu("L40S").model_copy(update={"memory_bandwidth_bytes_per_second": 1e14})  # so that instructions decide
+    described = ada.model_copy(update={"compute_capability": unknown})
+    assert _dequantisation_seconds_per_weight("nf4", described) == _dequantisation_seconds_per_weight("nf4", ada)
+    turing = ada.model_copy(update={"compute_capability": "7.5"})
+    assert 2 * _dequantisation_seconds_per_weight("nf4", turing) == _dequantisation_seconds_per_weight("nf4", ada)
