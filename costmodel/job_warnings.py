@@ -66,6 +66,9 @@ def _about_the_model(job: Job, resolved: ResolvedJob, model: ModelSpec) -> Itera
             f"weights are assumed in float32, as {resolved.framework} loads them unless told otherwise; "
             f"dtype {model.checkpoint_dtype}, the checkpoint's own, halves them"
         )
+    sinks = any(layer.attention.score == "sinks" for layer, _ in model.layers)
+    if sinks and resolved.attn_implementation == "sdpa":
+        yield f"{model.family} has no sdpa kernel in transformers: its attention is counted as eager, with the score matrix"
     if resolved.quantization == "mxfp4":
         yield (
             "transformers does not train on an MXFP4 base: it is loaded dequantised (Mxfp4Config(dequantize=True)); drop "

@@ -258,9 +258,8 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
     ]
     if answer.get("max_batch_size") is not None:
         length = answer.get("max_length_that_fits")
-        rows.append(
-            ("largest that fits", f"batch {answer['max_batch_size']}" + (f", or {length:,} tokens" if length else ""))
-        )
+        largest = f"batch {answer['max_batch_size']}" if answer["max_batch_size"] else "not even a batch of 1"
+        rows.append(("largest that fits", largest + (f", or {length:,} tokens" if length else "")))
     share = answer.get("share_of_batches_that_fit")
     if share is not None and share < 1:
         rows.append(("batches that fit", format_percent(share)))

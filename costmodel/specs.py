@@ -419,6 +419,8 @@ def _kinds_of_value(annotation: Any) -> list[str]:
 
 def _one_line(fault: Any) -> str:
     where = ".".join(short(str(part)) for part in fault["loc"])
+    if fault["loc"] == ("model",) and fault["type"] == "missing":
+        return "no model is named: give a catalogue id, a config.json or its folder as field model (-m on the command line)"
     message = fault["msg"].removeprefix("Value error, ")
     if "input" in fault and fault["type"] not in {"value_error", "missing"} and not isinstance(fault["input"], dict):
         message += f", got {shown(fault['input'])}"

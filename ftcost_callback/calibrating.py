@@ -88,7 +88,13 @@ def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) 
         raise CostModelError(f"run {source} was recorded without its job, so there is nothing to hold its steps against")
     job = {**described.job, **(overrides or {})}
     job.pop("calibration", None)  # factors are on the model itself
-    job.setdefault("gpu", (described.device or {}).get("name"))
+    device = described.device or {}
+    job.setdefault("gpu", device.get("name"))
+    if device.get("kind") == "cpu" and isinstance(job["gpu"], str):
+        raise CostModelError(
+            f"run {source} trained on a CPU ({device.get('name')}), which says nothing about a card; give the callback what "
+            "probe_cpu() measured (FTCostCallback(gpu=probe_cpu())) and record the run again"
+        )
     accumulation = int(job.get("gradient_accumulation_steps") or 1)
     rows = int(job.get("per_device_train_batch_size") or 1)
     taken = [step for step in (_taken(each, accumulation, rows) for each in _steady(record.steps)) if step is not None]

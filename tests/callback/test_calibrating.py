@@ -239,3 +239,14 @@ def test_two_neighbouring_batches_are_refused(tmp_path: Path, capsys: pytest.Cap
     sweep = write_sweep(tmp_path / "sweep.csv", (1, 2))
     assert run(["calibrate", str(sweep), *FLAGS], application=app) == 2
     assert "measure the smallest batch and one of at least" in capsys.readouterr().err
+
+
+def test_a_run_on_a_cpu_is_not_taken_for_a_card(tmp_path: Path) -> None:
+    file = RunFile(run_file_path(tmp_path))
+    device = {"kind": "cpu", "name": "AMD EPYC"}
+    file.append(
+        Session(run_id="r", session_index=0, started_at="2026-09-30T10:00:00+00:00", job={**JOB, "gpu": None}, device=device)
+    )
+    file.close()
+    with pytest.raises(CostModelError, match="trained on a CPU"):
+        steps_of_run(read_run(tmp_path), {"gpu": "RTX 4090"})

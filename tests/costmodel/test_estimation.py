@@ -324,3 +324,28 @@ def test_max_length_has_a_default_only_where_the_framework_has_one() -> None:
     with pytest.raises(CostModelError, match="max_length is required"):
         estimate(model="meta-llama/Llama-3.2-1B", method="full")
     assert estimate(model="meta-llama/Llama-3.2-1B", method="full", framework="trl").job["max_length"] == 1024
+
+
+def test_a_job_without_a_model_says_how_to_name_one() -> None:
+    with pytest.raises(CostModelError, match=r"no model is named: give a catalogue id, .* \(-m on the command line\)"):
+        estimate(gpu="A40", max_length=512)
+
+
+def test_gpt_oss_has_no_sdpa_and_is_counted_as_eager() -> None:
+    answer = estimate(model="openai/gpt-oss-20b", gpu="H100 SXM", method="lora", dtype="bfloat16", max_length=512)
+    assert any("no sdpa kernel" in warning for warning in answer.warnings)
+
+
+def test_evaluation_samples_are_packed_like_training_samples() -> None:
+    job = {**DENSE_JOB, "lengths": {"fixed": 128}, "packing": True, "max_length": 1024}
+    evaluated = {"eval_strategy": "epoch", "num_eval_samples": 800, "per_device_eval_batch_size": 4}
+    packed = estimate(job, **evaluated)
+    padded = estimate({**job, "packing": False}, **evaluated)
+    # eight samples a row: about the same tokens either way, not eight times as many
+    assert packed.eval_seconds == pytest.approx(padded.eval_seconds, rel=0.5)
+
+
+def test_float32_weights_that_nobody_asked_for_are_said() -> None:
+    answer = estimate(model="Qwen/Qwen3-8B", gpu="H100 SXM", method="lora", framework="trl")
+    assert answer.job["dtype"] == "float32"
+    assert any("dtype bfloat16" in warning for warning in answer.warnings)
