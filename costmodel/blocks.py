@@ -118,6 +118,10 @@ _DIVISIBLE_FAMILIES: Final = frozenset(
 )
 
 
+# The default sizes of its config class do not divide; its modules round the head width down.
+_ROUNDING_FAMILIES: Final = frozenset({"glm4_moe"})
+
+
 def head_counts(fields: Fields) -> tuple[int, int, int]:
     """(query heads, key/value heads, head width)."""
     heads = fields.size("num_attention_heads")
@@ -125,7 +129,10 @@ def head_counts(fields: Fields) -> tuple[int, int, int]:
     if heads % kv_heads:
         raise CostModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = fields.optional_size("head_dim")
-    if fields.hidden_size % heads and (head_dim is None or fields.model_type in _DIVISIBLE_FAMILIES):
+    must_divide = fields.model_type in _DIVISIBLE_FAMILIES or (
+        head_dim is None and (fields.model_type not in _ROUNDING_FAMILIES or fields.hidden_size < heads)
+    )
+    if fields.hidden_size % heads and must_divide:
         raise CostModelError(
             f"hidden_size {fields.hidden_size} is not a multiple of num_attention_heads {heads}; change both together"
         )

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, TypeVar
 from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
-from costmodel.specs import GpuSpec, Price, parse_gpu
+from costmodel.specs import MAX_USD_PER_GPU_HOUR, GpuSpec, Price, parse_gpu
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.dry_run import put_longest_first
 from ftcost_callback.live_run import LiveRun
@@ -482,7 +482,9 @@ def _given_price(usd_per_gpu_hour: float | None, *, look_in_environment: bool) -
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    _require(math.isfinite(number) and number > 0, name, value, "a positive number of dollars (leave it out for hours)")
+    _require(
+        0 < number <= MAX_USD_PER_GPU_HOUR, name, value, "a positive number of dollars an hour (leave it out for hours)"
+    )
     return Price(usd_per_gpu_hour=number, usd_per_instance_hour=number, source=source)
 
 

@@ -144,7 +144,7 @@ def test_a_sink_that_fails_leaves_the_others_and_the_record(
     tmp_path: Path, losses_without_us: list[float], method: str
 ) -> None:
     sink = InMemorySink()
-    measuring = FTCostCallback(usd_per_gpu_hour=1e6, budget_usd=1e-6, sinks=[FailingSink(method), sink], predict=False)
+    measuring = FTCostCallback(usd_per_gpu_hour=1e4, budget_usd=1e-8, sinks=[FailingSink(method), sink], predict=False)
     measuring._clock = TickingClock()
     assert losses_of(tmp_path, [measuring]) == losses_without_us
     assert len(sink.windows) == 4

@@ -356,3 +356,9 @@ def test_the_evaluation_to_come_is_in_the_job(tmp_path: Path) -> None:
     job = read_run(tmp_path).sessions[0].job
     assert job is not None
     assert job["num_eval_samples"] == len(TokenRows())
+
+
+@pytest.mark.parametrize("price", [0, -1, float("nan"), float("inf"), 1e6])
+def test_an_absurd_price_is_refused_in_one_line(price: float) -> None:
+    with pytest.raises(CostModelError, match="usd_per_gpu_hour"):
+        FTCostCallback(usd_per_gpu_hour=price)

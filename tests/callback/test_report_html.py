@@ -406,7 +406,7 @@ def test_headline_says_what_the_record_says(moe_file: Path, tmp_path: Path) -> N
         "Cost 13 % more than predicted: 30 steps ran twice, and data wait grew.",
         "Spent $1.73 final, at $0.79 per GPU hour",
         "Predicted before the run $1.54 80 % interval $1.15 – $1.92",  # noqa: RUF001
-        "Measured over predicted 1.13 1.06 on the tokens really seen",
+        "Total, measured over predicted 1.13 1.06 on the tokens really seen",
         "Peak memory, reserved 35.9 GiB predicted 35.0 GiB",
         "Evaluation 4 min 51 s 3.7 % $0.064",
         "hfu: gradient checkpointing of this model is not modelled",
