@@ -223,7 +223,7 @@ def test_yaml(estimator: StandInEstimator, tmp_path: Path) -> None:
         ("job.toml", "model = 1", "a job file is .json, .yaml or .jsonl, not .toml"),
         ("job.json", '{"model": "m", "lora_rank": 8}', "no Job field matches 'lora_rank'; nearest: lora_r"),
         ("job.json", '{"model": "m", "num_gpus": 0}', "num_gpus"),
-        ("job.json", '{"gpu": "A40"}', "model: Field required"),
+        ("job.json", '{"gpu": "A40"}', "no model is named: give a catalogue id"),
         ("job.json", "{}", "give a job file, or describe the job with flags"),
     ],
 )
