@@ -98,12 +98,12 @@ HOST_FACTOR: Final[dict[str, float]] = {"litgpt": 1.25}
 # Stacks whose layers copy from the host in the forward (litgpt's fused query/key/value adapter, 2023): host and device take
 # turns, so their times add.
 WAITING_FRAMEWORKS: Final = frozenset({"litgpt"})
-HOST_FACTOR_DEEPSPEED_ZERO3: Final = 3.65
 # torch.compile: share of dispatched operators that is assumed to remain. Its element-wise bytes are counted as fused.
 COMPILED_HOST_SHARE: Final = 0.3
 
 # --- from a step to a run ----------------------------------------------------------------------------------------------
-# Rules of thumb, named in the answer; a run's own measurements replace them.
+# Rules of thumb, no measurement: the answer shows them as startup_seconds and save_seconds, and its totals halve and double
+# them in their interval. A run's own measurements replace them.
 STARTUP_SECONDS: Final = 45.0  # imports, CUDA start, data set mapping
 LOAD_BYTES_PER_SECOND: Final = 1.0e9  # checkpoint from a local or network disk into the device
 SAVE_BYTES_PER_SECOND: Final = 0.8e9
@@ -144,7 +144,8 @@ MEASURED_CARDS: Final = frozenset(
         "RTX PRO 6000 Blackwell Workstation",
     }
 )
-# Half widths of the memory interval, as a share of what torch reserves, by class of job.
+# Half widths of the memory interval, as a share of what torch reserves, by class of job. Assumed from the spread of replayed
+# allocation logs, not from residuals: public rows of unknown basis fall outside (docs/accuracy.md).
 MEMORY_INTERVAL: Final[dict[str, float]] = {"lora": 0.06, "lora_checkpointed": 0.08, "full": 0.10}
 # ... and of the activations of a family that no real module was held against. Assumed.
 UNCHECKED_ACTIVATIONS_SHARE: Final = 0.3

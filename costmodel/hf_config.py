@@ -10,7 +10,6 @@ import difflib
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.resources import files
 from typing import Any, Final
 
@@ -32,7 +31,6 @@ __all__ = [
     "Stack",
     "Weights",
     "model_spec_from_config",
-    "with_num_layers",
 ]
 
 _DTYPES: Final = {"float32", "bfloat16", "float16"}
@@ -136,8 +134,3 @@ def _runs(layers: list[Layer]) -> tuple[tuple[Layer, int], ...]:
         else:
             runs.append((layer, 1))
     return tuple(runs)
-
-
-def with_num_layers(spec: ModelSpec, layers: tuple[tuple[Layer, int], ...]) -> ModelSpec:
-    """The same model with other layer runs (tests and traces of shallow stacks)."""
-    return replace(spec, layers=layers)

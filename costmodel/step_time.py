@@ -111,14 +111,13 @@ def step_time(
     batch: Batch,
     *,
     micro_batches: float | None = None,
-    max_load_over_mean: float = 1.0,
     device_factor: float = 1.0,
     host_factor: float = 1.0,
 ) -> StepTime | None:
     """Seconds of one optimizer step of ``micro_batches`` (default: the accumulation steps) batches like ``batch``.
 
-    ``None`` when the device's rate for the compute type is not known. ``max_load_over_mean`` is how much the busiest expert
-    exceeds the mean, which costs where experts run one after another in tiles.
+    ``None`` when the device's rate for the compute type is not known. Experts are
+    taken to be loaded evenly.
 
     The factors of a :class:`costmodel.calibration.Calibration`: ``device_factor`` is on the device time that grows with the
     tokens, ``host_factor`` on what a step takes however few they are (dispatch, expert loops, and the device's optimizer,
