@@ -1,4 +1,4 @@
-# make demo | test | lint | types | layers | wheel | check | accuracy | clean
+# make demo | test | lint | types | layers | wheel | docs | check | accuracy | clean
 #
 # Every target sets up its own environment in .venv on first use (Python 3.11 preferred, any >= 3.10 taken) with the exact
 # versions of constraints.txt. Overrides:
@@ -11,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format types layers wheel check accuracy clean
+.PHONY: help venv demo test lint format types layers wheel docs check accuracy clean
 
 PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3.10 python3; do \
 	"$$each" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo "$$each"; break; }; done)
@@ -71,6 +71,11 @@ wheel: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 
+# The pages made from code, then the site, into site/.
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 # Refits the constants, and rebuilds docs/accuracy.md, docs/paper.md and their pictures from the data in the repo.
 accuracy: $(STAMP)
 	$(BIN)/python accuracy/fit.py
@@ -80,4 +85,4 @@ accuracy: $(STAMP)
 check: lint types layers test wheel
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUTPUT) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DEMO_OUTPUT) dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,7 +1,7 @@
-"""README.md does what it says: its blocks marked ``runnable`` are run, the output shown below them is compared.
+"""README.md and the pages of docs/ do what they say: blocks marked ``runnable`` are run, output shown below is compared.
 
 A shown output that ends with a line ``...`` is the beginning of the real one.
-``UPDATE_README=1 pytest tests/test_readme.py`` writes the real output into the file instead.
+``UPDATE_README=1 pytest tests/test_readme.py`` writes the real output into the pages instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ RUNNABLE = re.compile(
     r"^```(?P<language>bash|python) runnable\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
-BLOCKS = list(RUNNABLE.finditer(README.read_text()))
+PAGES = (README, *sorted((README.parent / "docs").glob("*.md")))
+BLOCKS = [(page, block) for page in PAGES for block in RUNNABLE.finditer(page.read_text())]
 
 
 def run_block(language: str, code: str, folder: Path) -> str:
@@ -41,21 +42,23 @@ def as_shown(printed: str, shown: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block["code"].splitlines()[0][:40])
-def test_readme_block_runs_and_prints_what_is_shown(block: re.Match[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "block"), BLOCKS, ids=[f"{page.name}: {block['code'].splitlines()[0][:40]}" for page, block in BLOCKS]
+)
+def test_block_runs_and_prints_what_is_shown(page: Path, block: re.Match[str], tmp_path: Path) -> None:
     printed = run_block(block["language"], block["code"], tmp_path)
     if block["output"] is None:
         return
     real = as_shown(printed, block["output"])
     if os.environ.get("UPDATE_README"):
-        text = README.read_text()
-        README.write_text(text.replace(block[0], block[0].replace(f"```text\n{block['output']}```", f"```text\n{real}```")))
+        text = page.read_text()
+        page.write_text(text.replace(block[0], block[0].replace(f"```text\n{block['output']}```", f"```text\n{real}```")))
         return
     assert real == block["output"]
 
 
 def test_the_readme_shows_at_least_one_command_with_its_output() -> None:
-    assert any(block["language"] == "bash" and block["output"] for block in BLOCKS)
+    assert any(page == README and block["language"] == "bash" and block["output"] for page, block in BLOCKS)
 
 
 def test_the_two_commands_of_the_readme_are_targets_of_the_makefile() -> None:
