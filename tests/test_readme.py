@@ -17,7 +17,7 @@ import pytest
 README = Path(__file__).parents[1] / "README.md"
 # A block marked runnable and, if one follows directly, the block with its output.
 RUNNABLE = re.compile(
-    r"^```(?P<language>bash|python) runnable\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
+    r"^<!-- runnable -->\n```(?P<language>bash|python)\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
 PAGES = (README, *sorted((README.parent / "docs").glob("*.md")))
