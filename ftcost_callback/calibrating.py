@@ -97,7 +97,7 @@ def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) 
         )
     accumulation = int(job.get("gradient_accumulation_steps") or 1)
     rows = int(job.get("per_device_train_batch_size") or 1)
-    taken = [step for step in (_taken(each, accumulation, rows) for each in _steady(record.steps)) if step is not None]
+    taken = [step for step in (_taken(each, accumulation, rows) for each in steady_steps(record.steps)) if step is not None]
     if len(taken) < _FEW_STEPS:
         raise CostModelError(
             f"run {source} holds {len(taken)} steps that can be used of {len(record.steps)}; at least {_FEW_STEPS} are "
@@ -106,7 +106,7 @@ def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) 
     return [measured_step(job, seconds, source, seen) for seen, seconds in _groups(taken)]
 
 
-def _steady(steps: Iterable[Step]) -> list[Step]:
+def steady_steps(steps: Iterable[Step]) -> list[Step]:
     """Without the first steps of each session."""
     done: dict[int, int] = {}
     steady = []
@@ -210,7 +210,7 @@ def _rows(path: str) -> list[dict[str, Any]]:
 
 def _row_from_cells(cells: Mapping[str | None, Any]) -> dict[str, Any]:
     """The cells of one CSV row, read as the flags of the command line are; empty cells are not given."""
-    from costmodel.cli import job_fields_from_flags
+    from costmodel.cli_flags import job_fields_from_flags
 
     if None in cells:
         raise CostModelError("a row of the batch sweep has more cells than columns")

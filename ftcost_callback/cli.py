@@ -108,6 +108,33 @@ def calibrate_command(
     return FITS
 
 
+@app.command("contribute")
+def contribute_command(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="A run.jsonl, its _ftcost folder, or the output_dir of a run."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the rows as CSV, to add to the project.")
+    ] = None,
+) -> int:
+    """Make an anonymous row of a measured run, in the columns of the accuracy data, and show it. Nothing is sent.
+
+    Paths, names, data set, prices and dates stay out; so does the model's name, unless the catalogue has it.
+    """
+    from ftcost_callback.contributing import as_csv, contributed_row
+    from ftcost_callback.run_file import read_run
+
+    rows = [contributed_row(read_run(each)) for each in runs]
+    print("\n\n".join("\n".join(f"{name:24}{value}" for name, value in row.items() if value) for row in rows))
+    if out is None:
+        print("ftcost: this is all that a row holds, and nothing was sent; --out FILE writes it as CSV", file=sys.stderr)
+    else:
+        out.write_text(as_csv(rows), encoding="utf-8")
+        print(f"ftcost: wrote {out}; nothing was sent. To share it: docs/contributing_a_run.md", file=sys.stderr)
+    return FITS
+
+
 def main() -> None:
     """Entry point of the console script; the exit code is that of :func:`costmodel.cli.run`."""
     sys.exit(run(application=app))
