@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # without a GPU it says at import which kernels it lacks
 
 import torch
 import wandb

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "finetune_with_live_cost.py"
 USD_PER_GPU_HOUR = 2.5
@@ -115,3 +116,86 @@ def test_example_leaves_an_earlier_run_alone(tmp_path: Path) -> None:
     assert "What it will cost" not in done.stdout
     assert "already holds a run" in done.stderr
     assert record.read_text() == "an earlier run\n"
+
+
+EXAMPLES = SCRIPT.parent
+
+
+def run_small(arguments: list[str], folder: Path) -> str:
+    """stdout and stderr of a command run offline in ``folder``; it must not fail."""
+    fixed = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf_home"),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=folder, env=os.environ | fixed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("sft_qlora_mixtral", "finished at step 6"),
+        ("qwen3_moe_lora", "finished at step 6"),
+        ("full_finetune_1b", "finished at step 6"),
+        ("sparse_or_dense", "loss saved per dollar"),
+        ("stop_at_budget", "stopped at budget"),
+        ("twenty_step_check", "dry run of 20 steps"),
+        ("resume_elsewhere", "resumed at step 6 with the bill of the first machine"),
+    ],
+)
+def test_small_example_runs(name: str, says: str, tmp_path: Path) -> None:
+    if name == "sft_qlora_mixtral":
+        pytest.importorskip("bitsandbytes", reason="4-bit loading needs bitsandbytes")
+    said = run_small([sys.executable, str(EXAMPLES / f"{name}.py"), "--tiny", "--output-dir", str(tmp_path / "out")], tmp_path)
+    assert says in said
+
+
+def test_choose_gpu_writes_a_picture_and_a_skypilot_task(tmp_path: Path) -> None:
+    said = run_small(["bash", str(EXAMPLES / "choose_gpu.sh"), str(EXAMPLES / "job.json"), str(tmp_path)], tmp_path)
+    assert "$" in said
+    task = yaml.safe_load((tmp_path / "task.yaml").read_text())
+    assert task["resources"]["ordered"]
+    assert "train.py" in task["run"]
+    assert (tmp_path / "compare.svg").read_text().startswith("<svg")
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """Its code cells in order in one Python, with stand-ins for what a notebook displays with."""
+    cells = json.loads((EXAMPLES / "estimate.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    stand_in = (
+        "import sys, types\n"
+        "shown = []\n"
+        "sys.modules['IPython'] = types.ModuleType('IPython')\n"
+        "sys.modules['IPython.display'] = module = types.ModuleType('IPython.display')\n"
+        "module.SVG, module.display = str, shown.append\n"
+    )
+    check = "\nassert len(shown) == 2 and all(each.startswith('<svg') for each in shown)\nprint(len(fig.data), 'lines')\n"
+    assert "2 lines" in run_small([sys.executable, "-c", stand_in + code + check], tmp_path)
+
+
+def test_every_example_is_in_the_list() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".sh", ".ipynb"}} - {"tiny.py"}
+    assert [name for name in sorted(files) if f"`{name}`" not in listed] == []
+
+
+@pytest.mark.slow
+def test_the_loop_of_ones_own_is_recorded_profiled_and_reported(tmp_path: Path) -> None:
+    script = SCRIPT.with_name("plain_accelerate_loop.py")
+    flags = ["--num-samples", "64", "--epochs", "2", "--usd-per-gpu-hour", "2.5", "--output-dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [row["global_step"] for row in rows_of(tmp_path, "step")] == list(range(1, 17))
+    assert [row["kind"] for row in rows_of(tmp_path, "pause")].count("eval") == 2
+    (profile,) = rows_of(tmp_path, "profile")
+    assert (profile["global_step"], profile["num_steps"]) == (7, 3)
+    assert sum(profile["layer_type_seconds"].values()) == pytest.approx(profile["step_seconds"], rel=1e-6)
+    summary = rows_of(tmp_path, "summary")[-1]
+    assert summary["status"] == "finished"
+    assert summary["expert_balance"]["num_dead_experts"] == 0
+    assert sum(summary[bucket] for bucket in BUCKETS) == pytest.approx(summary["wall_seconds"], rel=1e-6)
