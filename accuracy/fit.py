@@ -28,8 +28,8 @@ Constants = Mapping[str, float]
 FREE: dict[str, tuple[float, float, float]] = {
     "ELEMENTWISE_FACTOR": (1.2, 0.5, 3.0),
     "SECONDS_PER_OPERATOR": (3.25e-6, 1e-6, 10e-6),
-    "SECONDS_PER_EXPERT_VISIT.transformers": (0.7e-3, 0.05e-3, 3e-3),
-    "SECONDS_PER_EXPERT_VISIT.blackmamba": (0.7e-3, 0.01e-3, 3e-3),
+    "LOOP_OPERATOR_FACTOR": (1.0, 0.5, 10.0),
+    "EXPERTS_OF_PADDING.blackmamba": (1.0, 0.5, 8.0),
     "DEQUANTISATION_BYTES.gptq-int4": (16.5, 2.5, 60.0),
     "HOST_FACTOR.litgpt": (1.0, 0.7, 2.5),
 }
@@ -75,9 +75,10 @@ def witnessed(name: str, runs: Sequence[Run]) -> bool:
         return any(run.job.framework == "litgpt" for run in runs)
     if name.startswith("DEQUANTISATION"):
         return any(run.job.quantization == name.partition(".")[2] for run in runs)
-    if name.startswith("SECONDS_PER_EXPERT_VISIT"):
-        is_blackmamba = name.endswith("blackmamba")
-        return any(run.is_moe and (run.model.family == "blackmamba") == is_blackmamba for run in runs)
+    if name.startswith("EXPERTS_OF_PADDING"):
+        return any(run.model.family == "blackmamba" and run.batch.num_padding_tokens > 0 for run in runs)
+    if name.startswith("LOOP_OPERATOR"):
+        return any(run.is_moe for run in runs)
     return True
 
 

@@ -36,7 +36,8 @@ sys.path.insert(0, str(ROOT / "accuracy"))
 TARGET_WARM_SECONDS = 1e-3
 TARGET_COLD_SECONDS = 0.3
 PACKAGES = {"ftuneai": "ftuneai", "fitcheck-llm": "fitcheck", "canifinetune": "canifinetune"}
-OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
+# pip compiles what it installs: where this shell forbids Python to keep bytecode, every start would compile all of ftcost.
+OFFLINE = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"HF_HUB_OFFLINE": "1"}
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def answers(python: str, peer: str, rows: Sequence[dict[str, Any]]) -> list[dict
 
 def error_tables(pythons: dict[str, str]) -> list[str]:
     """Absolute errors in percent. Dense transformer runs whose source allows full fine-tuning, LoRA or 4-bit LoRA."""
-    from evaluate import memory_errors
+    from memory_report import memory_errors
     from runs import all_runs
 
     runs = [run for run in all_runs() if not run.is_moe and run.model.layers[0][0].attention.num_heads]

@@ -27,6 +27,7 @@ from costmodel.errors import CostModelError
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec
 from costmodel.step_time import compute_dtype, step_time
+from costmodel.strict_json import read_json_text
 from costmodel.uncertainty import job_kind
 from costmodel.workload import Batch
 
@@ -374,9 +375,8 @@ def read_calibration(path: str) -> Calibration:
 def _read(path: str, modified_ns: int, size: int) -> Calibration:
     del modified_ns, size  # only tell one content of the file from the next
     try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError) as error:
+        value = json.loads(read_json_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise CostModelError(f"{path} cannot be read as a calibration: {error}") from None
     return calibration_from_mapping(value, path)
 

@@ -132,3 +132,11 @@ def share_of_batches_that_fit(dist: LengthDistribution, batch_size: int, longest
         share for length, share in zip(dist.lengths, dist.shares, strict=False) if length <= longest_tokens_that_fit
     )
     return float(min(1.0, cumulative) ** batch_size)
+
+
+def expected_step_that_does_not_fit(share_that_fits: float, micro_batches_per_step: int) -> float:
+    """The mean optimizer step, counted from 1, at which the first batch comes that does not fit (samples in random order).
+
+    A step goes through with ``share ** micro_batches``, so the first that does not is geometric.
+    """
+    return 1.0 / (1.0 - share_that_fits**micro_batches_per_step)

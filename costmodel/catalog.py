@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
 from costmodel.specs import GpuSpec, Price
+from costmodel.strict_json import read_json_text
 from costmodel.units import GIB, GIGA, MIB, TERA
 
 DATA_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
@@ -167,6 +168,8 @@ def _gpu_spec(name: str) -> GpuSpec:
         peak_fp8_flops_per_second=_number(row["peak_fp8_tflops"], TERA),
         tdp_watts=_number(row["tdp_watts"]),
         l2_cache_bytes=int(l2_cache_mib * MIB) if l2_cache_mib else None,
+        nvlink_bytes_per_second=_number(row["nvlink_gb_per_second"], GIGA),
+        pcie_bytes_per_second=_number(row["pcie_gb_per_second"], GIGA),
         measured_bf16_matmul_flops_per_second=_number(row["measured_bf16_matmul_tflops"], TERA),
         source=row["source"],
         notes=row["notes"],
@@ -642,8 +645,7 @@ def _config_from_path(path: str) -> dict[str, Any]:
 
 def _read_json_object(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            value = json.load(file)
+        value = json.loads(read_json_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CostModelError(f"{path} is not readable JSON: {_first_line(error)}") from None
     if not isinstance(value, dict):

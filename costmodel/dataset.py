@@ -106,6 +106,15 @@ class DatasetLengths:
         }
 
     @property
+    def sentence(self) -> str:
+        """What was counted, in a line."""
+        about = "about " if self.lengths_are_estimated else ""
+        return (
+            f"{self.file}: {self.num_samples:,} {self.format} samples, {about}{self.mean_tokens:,.0f} tokens on average, "
+            f"the longest {self.longest_tokens:,}"
+        )
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Each asks for an action."""
         said = []

@@ -46,6 +46,7 @@ class ResolvedJob:
     quantization: str | None
     double_quant: bool
     prepare_model_for_kbit_training: bool
+    four_bit_keeps_inputs: bool  # bitsandbytes before 0.44: a 4-bit linear holds what it read until its backward
     lora_r: int
     lora_alpha: float
     lora_dropout: float
@@ -62,12 +63,14 @@ class ResolvedJob:
     reentrant_checkpointing: bool
     attn_implementation: str
     experts_implementation: str
+    expert_imbalance: float | None  # tokens of the busiest expert over the mean; None: taken as even
     fused_experts: bool  # transformers 5 stacks the experts into one parameter; transformers 4 keeps a Linear each
     optim: str
     torch_compile: bool
     use_liger_kernel: bool
     fused_loss: str | None
     supervised_positions_only: bool  # the head sees only the positions in the loss (TRL's nll)
+    upcasts_logits: bool  # transformers before 4.45 lifts the logits to fp32 in the model, and returns those
     use_cache: bool
     logits_to_keep: int
     activation_offloading: bool
@@ -138,6 +141,16 @@ def transformers_major(framework: str, version: str) -> int:
     return 5
 
 
+def _is_before_transformers_45(framework: str, version: str) -> bool:
+    """Whether the stack is older than transformers 4.45 and bitsandbytes 0.44, both of September 2024.
+
+    bitsandbytes' ``MatMul4Bit`` kept its input in 0.41.1, 0.42.0 and 0.43.1, and no longer in 0.44.1
+    (``autograd/_functions.py``). A stack that names neither is taken as new.
+    """
+    first_after = {"transformers": (4, 45), "trl": (0, 11)}.get(framework)
+    return first_after is not None and _version(version) < first_after
+
+
 def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
     """The job with every default filled, and the names of the fields that were.
 
@@ -206,6 +219,8 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
         assumed.append("max_length")
         max_length = 1024
     optim = pick("optim", "adamw_torch_fused" if generation >= 5 else "adamw_torch")
+    if job.expert_imbalance is not None and not model.is_moe:
+        raise CostModelError("expert_imbalance is for mixtures of experts, and this model is dense; leave it out")
     experts = pick("experts_implementation", "grouped_mm" if generation >= 5 else "eager") if model.is_moe else "eager"
     if generation < 5 and experts != "eager":
         raise CostModelError(f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)")
@@ -226,6 +241,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             quantization=quantization,
             double_quant=bool(pick("double_quant", False)) if quantization in {"nf4", "fp4"} else False,
             prepare_model_for_kbit_training=kbit_prep,
+            four_bit_keeps_inputs=quantization in {"nf4", "fp4"} and _is_before_transformers_45(framework, version),
             lora_r=pick("lora_r", 8) if method != "full" else 0,
             lora_alpha=float(pick("lora_alpha", 8)) if method != "full" else 0.0,
             lora_dropout=float(pick("lora_dropout", 0.0)) if method != "full" else 0.0,
@@ -242,12 +258,14 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             reentrant_checkpointing=_is_reentrant(job.gradient_checkpointing_kwargs, generation),
             attn_implementation=pick("attn_implementation", "sdpa"),
             experts_implementation=experts,
+            expert_imbalance=job.expert_imbalance,
             fused_experts=generation >= 5,
             optim=optim,
             torch_compile=bool(pick("torch_compile", False)),
             use_liger_kernel=use_liger,
             fused_loss=fused_loss,
             supervised_positions_only=is_trl and fused_loss == "chunked" and loss_type in {"nll", "dft"},
+            upcasts_logits=_is_before_transformers_45(framework, version),
             use_cache=bool(job.use_cache) if job.use_cache is not None else False,
             logits_to_keep=job.logits_to_keep or 0,
             activation_offloading=bool(job.activation_offloading),

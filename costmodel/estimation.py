@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from costmodel.capacity import (
     evaluation_batch,
     evaluation_fits,
+    expected_step_that_does_not_fit,
     max_batch_size,
     max_length_that_fits,
     share_of_batches_that_fit,
@@ -20,6 +21,7 @@ from costmodel.catalog import find_gpu, find_model_config, find_price
 from costmodel.cost import dollars, run_time, schedule
 from costmodel.defaults import LATEST, ResolvedJob, defaults_source, resolve
 from costmodel.errors import CostModelError
+from costmodel.expert_load import ExpertLoad
 from costmodel.hf_config import ModelSpec, model_spec_from_config
 from costmodel.job_warnings import job_warnings
 from costmodel.lengths import (
@@ -31,9 +33,9 @@ from costmodel.lengths import (
     longest_batch,
     longest_sequence,
 )
-from costmodel.memory import MemoryBreakdown, peak_memory
+from costmodel.memory import MemoryBreakdown, loss_bytes, peak_memory
 from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Lengths, Price, parse_gpu, parse_job
-from costmodel.step_time import StepTime, peak_flops_per_second, step_time
+from costmodel.step_time import Factors, StepTime, imbalance_seconds, peak_flops_per_second, step_time
 from costmodel.uncertainty import INTERVAL_LEVEL, memory_interval, nearest_runs, step_interval_factor
 from costmodel.units import GIB
 from costmodel.workload import Batch, hardware_flops, model_flops, num_trainable_params
@@ -200,6 +202,20 @@ def measured_step(job: Job | Mapping[str, Any], seconds: float, source: str, see
     return MeasuredStep(described.model, described.job, described.gpu, described.tokens.expected, seconds, source)
 
 
+def estimated_imbalance_seconds(
+    job: Job | Mapping[str, Any], load: ExpertLoad, seen: TokensSeen | None = None, *, expert_ranks: int = 1
+) -> float | None:
+    """:func:`costmodel.step_time.imbalance_seconds` of ``job``, on the batches of its ``lengths`` or on those ``seen``.
+
+    ``None`` without a gpu, without lengths, or where the device's rate is not known.
+    """
+    described = _described(parse_job(job), seen)
+    if described.gpu is None or described.tokens is None:
+        return None
+    batch = described.tokens.expected
+    return imbalance_seconds(described.model, described.job, described.gpu, batch, load, expert_ranks=expert_ranks)
+
+
 def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
     described = _described(parsed, seen)
     parsed, model, gpu, resolved = described.parsed, described.model, described.gpu, described.job
@@ -219,7 +235,7 @@ def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
     if gpu and step and tokens and not _on_cpu(gpu):
         evidence = nearest_runs(model, resolved, gpu, tokens.expected)
     if gpu and step:
-        interval = step_interval_factor(resolved, gpu, step, distance=evidence[0]["distance"] if evidence else 0.0)
+        interval = step_interval_factor(model, resolved, gpu, step, distance=evidence[0]["distance"] if evidence else 0.0)
         interval = applied.interval_factor(interval) if applied else interval
     run = _run(model, resolved, gpu, lengths, tokens, step, factors)
     price = _price(parsed, gpu)
@@ -227,7 +243,7 @@ def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
     return _answer(described, memory, fit, step, interval, run, price, evidence, applied, tuple(warnings))
 
 
-def _factors(applied: Applied | None) -> dict[str, float]:
+def _factors(applied: Applied | None) -> Factors:
     if applied is None:
         return {}
     return {"device_factor": applied.calibration.device_factor, "host_factor": applied.calibration.host_factor}
@@ -237,7 +253,8 @@ def _tokens_seen(job: ResolvedJob, seen: TokensSeen, planned: BatchTokens | None
     """The measured batch; the longest one by the data where that is known, since it may still come."""
     supervised = seen.num_supervised_tokens
     head = supervised if job.supervised_positions_only and supervised is not None else seen.num_tokens
-    expected = Batch(seen.num_sequences, seen.num_tokens, seen.sum_squared_sequence_tokens, head)
+    padding = max(0.0, seen.num_tokens - seen.num_non_padding_tokens)
+    expected = Batch(seen.num_sequences, seen.num_tokens, seen.sum_squared_sequence_tokens, head, padding)
     longest = planned.longest if planned else longest_batch(job, job.per_device_train_batch_size, seen.longest_tokens)
     is_padded = seen.num_tokens > seen.num_non_padding_tokens
     return BatchTokens(
@@ -308,7 +325,15 @@ def _memory(
     padded = _is_padded(job, tokens)
     evaluation = evaluation_batch(job, *longest_sequence(job, lengths))
     memory = peak_memory(model, job, batch, is_padded=padded, on_cpu=_on_cpu(gpu), evaluation=evaluation)
-    low, high = memory_interval(model, job, memory, on_cpu=_on_cpu(gpu))
+    varies = lengths is not None and len(lengths.lengths) > 1 and not job.packing and job.padding != "max_length"
+    low, high = memory_interval(
+        model,
+        job,
+        memory,
+        on_cpu=_on_cpu(gpu),
+        varying_loss_bytes=loss_bytes(model, job, batch) if varies else 0.0,
+        capacity_bytes=gpu.memory_bytes if gpu else None,
+    )
     return replace(
         memory,
         peak_device_bytes_low=low,
@@ -381,7 +406,7 @@ def _run(
     lengths: LengthDistribution | None,
     tokens: BatchTokens | None,
     step: StepTime | None,
-    factors: Mapping[str, float],
+    factors: Factors,
 ) -> _Run | None:
     if gpu is None or lengths is None or tokens is None or step is None:
         return None
@@ -478,10 +503,12 @@ def _warn(
                 f"per_device_eval_batch_size ({resolved.per_device_eval_batch_size})"
             )
     if fit is not None and fit.share_of_batches is not None and 0 < fit.share_of_batches < 1:
-        every = 1 / (1 - fit.share_of_batches) if fit.share_of_batches < 1 else 0
+        micro_batches = resolved.gradient_accumulation_steps * resolved.num_gpus
+        step = expected_step_that_does_not_fit(fit.share_of_batches, micro_batches)
         warnings.append(
-            f"{1 - fit.share_of_batches:.2%} of the batches would not fit (one in {every:,.0f}): the job would run until "
-            f"one comes; cut samples at {fit.max_length} tokens or use batch size {fit.max_batch_size}"
+            f"{1 - fit.share_of_batches:.2%} of the batches would not fit (one in {1 / (1 - fit.share_of_batches):,.0f}): the "
+            f"job would run until one comes, about step {step:,.0f}; cut samples at {fit.max_length} tokens or use batch size "
+            f"{fit.max_batch_size}"
         )
     if model.is_moe and resolved.fused_experts and resolved.quantization in {"nf4", "fp4", "int8"}:
         size = sum(

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from typing import Final
 
 from costmodel.defaults import OWN_KERNEL_FRAMEWORKS, ResolvedJob
+from costmodel.links import link_of
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, Job
 
 # Compute capability from which a kernel runs: flash-attn's README (2: Ampere; 3: Hopper); FP8 tensor cores (8.9 and 9.0).
 _ATTENTION_CAPABILITY: Final = {"flash_attention_2": (8, 0), "flash_attention_3": (9, 0)}
 _FP8_CAPABILITY: Final = (8, 9)
+GPUS_OF_A_MACHINE: Final = 8
 
 
 def job_warnings(job: Job, resolved: ResolvedJob, model: ModelSpec, gpu: GpuSpec | None) -> list[str]:
     """The warnings that follow from the job itself, whatever its figures come out as."""
     return [
         *_about_what_is_not_modelled(resolved),
+        *_about_communication(resolved, gpu),
         *_about_the_model(job, resolved, model),
         *_about_kernels(resolved, gpu),
         *_about_unused_fields(job, resolved),
@@ -33,11 +36,8 @@ def _about_what_is_not_modelled(job: ResolvedJob) -> Iterator[str]:
         split = {1: "optimizer states", 2: "optimizer states and gradients", 3: "weights, gradients and optimizer states"}
         yield (
             f"{sharding.by}: {split[sharding.stage]} are split over {sharding.num_gpus} GPUs (ZeRO-{sharding.stage}); this "
-            "memory was held against no measured run and is less certain, and the step time is that of plain data "
-            "parallelism without communication: try one step before you rely on it"
+            "memory was held against no measured run and is less certain: try one step before you rely on it"
         )
-    elif job.num_gpus > 1:
-        yield "num_gpus > 1: plain data parallelism is assumed and its communication is not in the step time"
     if sharding.offloads:
         yield (
             f"{sharding.by} moves states to the host: that is not modelled, memory is counted as if they stayed on the GPU "
@@ -53,6 +53,33 @@ def _about_what_is_not_modelled(job: ResolvedJob) -> Iterator[str]:
             f"framework {job.framework}: its own kernels and defaults are not modelled, memory and time are those of "
             "transformers; give its settings as fields, and calibrate with a measured run"
         )
+
+
+def _about_communication(job: ResolvedJob, gpu: GpuSpec | None) -> Iterator[str]:
+    if job.num_gpus == 1 or gpu is None or gpu.vendor == "CPU":
+        return
+    how = f"ZeRO-{job.sharding.stage}" if job.sharding.stage else "plain data parallelism"
+    link = link_of(gpu)
+    if link is None:
+        yield (
+            f"{how} over {job.num_gpus} GPUs: what joins them is not known, so communication is not in the step time; "
+            "describe the gpu with nvlink_bytes_per_second or pcie_bytes_per_second"
+        )
+        return
+    name = "PCIe" if link.is_pcie else "the cards' own links"
+    assumed = " (assumed from its architecture)" if link.is_assumed else ""
+    yield (
+        f"{how} over {job.num_gpus} GPUs: communication is computed for {name} at {link.bytes_per_second / 1e9:g} GB/s a "
+        f"direction{assumed} in one machine; " + _how_certain(job, link.is_pcie) + "try one step before you rely on it"
+    )
+
+
+def _how_certain(job: ResolvedJob, is_pcie: bool) -> str:
+    if job.num_gpus > GPUS_OF_A_MACHINE:
+        return f"more than {GPUS_OF_A_MACHINE} GPUs mostly stand in several machines, whose network is slower; "
+    if is_pcie:
+        return "no measured run stands behind that, and cards without peer-to-peer copies are slower still; "
+    return "measured runs on 8 GPUs stand behind full sharding only; "
 
 
 def _about_the_model(job: Job, resolved: ResolvedJob, model: ModelSpec) -> Iterator[str]:

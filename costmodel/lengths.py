@@ -275,7 +275,7 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
     reached = real if job.supervised_positions_only and supervised is not None else computed
     head = _head_positions(job, size, reached)
     return BatchTokens(
-        Batch(size, computed, size * row_square, head),
+        Batch(size, computed, size * row_square, head, max(0.0, computed - real)),
         real,
         None if supervised is None else real * supervised,
         longest,

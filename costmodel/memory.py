@@ -15,7 +15,6 @@ from costmodel.constants import (
     ALLOCATOR_OVERHEAD,
     CUBLAS_WORKSPACE_BYTES,
     CUDA_CONTEXT_BYTES,
-    EXPERT_LOOP_FACTOR,
     LOSS_CHUNK_TOKENS,
 )
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
@@ -48,7 +47,9 @@ _STATE_OWN_COPIES = {
     "rmsprop": 1,
     "sgd": 0,
 }
-_FOREACH_OPTIMIZERS = frozenset({"adamw_torch", "sgd", "adagrad"})
+# Copies of everything trained that the foreach kernels of one optimizer step hold at once (torch 2.13, optim/*.py: the
+# square root of the second moment; Adagrad's scaled gradients besides). SGD works in place.
+_STEP_COPIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 1}
 _STATE_BYTES = {
     "paged_adamw_32bit": 8.0,
     "adamw_8bit": 2 + 2 * 4 / 256,  # one fp32 scale for 256 elements of each state (bitsandbytes)
@@ -174,7 +175,7 @@ def _master_bytes(model: ModelSpec, job: ResolvedJob, trained_bytes: int) -> int
     Counted as DeepSpeed's (2 + 2 + 4 + 8 bytes a weight with AdamW); FSDP's fp32 shards, gradients and states are as many.
     """
     trained = num_trainable_params(model, job)
-    if not (job.sharding.is_active and job.autocast_dtype and trained_bytes == 2 * trained):
+    if not (job.sharding.keeps_masters and job.autocast_dtype and trained_bytes == 2 * trained):
         return 0
     return 4 * trained + _STATE_OWN_COPIES.get(job.optim, 0) * trained_bytes
 
@@ -233,11 +234,25 @@ def _rows_and_columns(model: ModelSpec, job: ResolvedJob) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Instant:
+    """A moment in the backward of one layer: what the layer has let go by then, and what is held in addition.
+
+    Bytes for each token, for each (token, attended key), and whatever the batch. ``done``: its finished gradients.
+    """
+
+    done: float = 0.0
+    freed_per_token: float = 0.0
+    freed_per_pair: float = 0.0
+    extra_per_token: float = 0.0
+    extra_per_pair: float = 0.0
+    extra_fixed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class _LayerBytes:
-    """What one layer keeps for its backward, and what its backward holds besides.
+    """What one layer keeps for its backward, and the moments of that backward that may be its worst.
 
     ``per_token`` bytes for each token, ``per_pair`` for each (token, attended key), ``fixed`` whatever the batch.
-    ``freed_*`` / ``extra_*``: at the worst moment of its own backward, what it has let go and what it holds in addition.
     """
 
     per_token: float
@@ -245,12 +260,9 @@ class _LayerBytes:
     fixed: float
     input_norm_per_token: float  # part of per_token that a checkpointed fp32 stream already holds
     first_layer_saving_per_token: float  # not kept in the first layer when nothing below it is trained
-    done_gradients: float  # of this layer, already finished at that moment
-    freed_per_token: float
-    freed_fixed: float
-    extra_per_token: float
-    extra_fixed: float
+    instants: tuple[_Instant, ...]
     gradients: float  # bytes of all gradients of the layer
+    escapes_checkpoint_per_token: float = 0.0  # held by every layer although it is checkpointed
 
 
 def _adapter_input_bytes(types: _Types, dropout: float) -> float:
@@ -298,9 +310,12 @@ def _attention_bytes(layer: Layer, kernel: str, job: ResolvedJob, compute: int, 
     output = attention.output_width
     values = attention.num_kv_heads * (attention.value_dim or attention.head_dim)
     held_values = values + attention.fused_extra_width  # a view keeps the whole projection alive
+    if job.framework == "litgpt":  # one projection for all three; the values are a view of it
+        held_values = query + keys + values
     if kernel == "fused":
         # a batch of unequal lengths needs a mask, and so does a window that the sequences exceed
-        is_masked = is_padded or (attention.sliding_window is not None and job.max_length > attention.sliding_window)
+        exceeds_window = attention.sliding_window is not None and job.max_length > attention.sliding_window
+        is_masked = (is_padded and job.framework != "litgpt") or exceeds_window
         if is_masked and job.attn_implementation == "sdpa":
             # memory-efficient kernel: keys and values repeated for each query head; the 16-bit mask of each sequence
             return 2 * (2 * query + 2 * output) + 4 * heads, 2.0
@@ -345,15 +360,119 @@ def _experts_bytes(experts: Experts, adapted: LayerAdapters, full: bool, activat
     return kept + 4.0 * experts.num_experts + 40.0 * experts.num_experts_per_tok
 
 
-def _looped_experts_bytes(experts: Experts, types: _Types) -> float:
+def _looped_experts_bytes(experts: Experts, job: ResolvedJob, types: _Types) -> float:
     """What adapted, quantised experts in a Python loop (transformers 4) hold for each token.
 
-    A row of one expert keeps both branches and the activation in the type that bitsandbytes returns, two 16-bit copies of
-    the product (the adapter's and bitsandbytes' own), the same two of the input for each of its readers, and the result.
-    The measured capacities hold :data:`EXPERT_LOOP_FACTOR` times that.
+    A row of one expert keeps its gathered input, both branches, the activation and their product, its result, and the
+    weighted result that ``index_add_`` scatters. Where the stream is fp32, the input and the product stay as 16-bit copies
+    instead, one for each adapter and, before bitsandbytes 0.44, one for each base linear. Equal to a trace of that loop.
     """
-    per_row = (3.0 * types.mlp + 4.0) * experts.intermediate_size + (8.0 + types.mlp) * experts.hidden_size
-    return EXPERT_LOOP_FACTOR * experts.num_experts_computed * per_row
+    readers = experts.num_matrices - 1
+    if types.stream == 2:
+        inputs, product = 2.0, 2.0
+    else:
+        copies = 4.0 if job.four_bit_keeps_inputs else 2.0
+        inputs, product = copies * readers, copies
+    per_row = (3.0 * types.mlp + product) * experts.intermediate_size + (inputs + 2.0 * types.mlp) * experts.hidden_size
+    return experts.num_experts_computed * per_row
+
+
+def _mlp_instants(
+    model: ModelSpec,
+    layer: Layer,
+    adapted: LayerAdapters,
+    job: ResolvedJob,
+    types: _Types,
+    copy_bytes: float,
+    dense: float,
+    holds_inputs: bool,
+) -> tuple[_Instant, ...]:
+    """The moments of a layer's backward around its feed-forward (of a layer without one: around its mixer).
+
+    Read off the traces of the real modules (``tests/tracing``). ``dense``: bytes a token that the dense MLP keeps.
+    """
+    full, hidden, stream, mlp, compute = not job.is_peft, model.hidden_size, types.stream, types.mlp, types.compute
+    weight_bytes = types.weights if full else 0
+    experts, width = layer.experts, layer.mlp_width
+    if experts:
+        stack_rows = 2.0 * experts.num_experts_per_tok
+        down_params = experts.num_experts * experts.hidden_size * experts.intermediate_size
+        if full:  # gate_up: its gradient is being built, down's is done
+            return (
+                _Instant(
+                    done=float(weight_bytes * down_params),
+                    freed_per_token=stack_rows * (hidden + 4 * experts.intermediate_size),
+                    extra_per_token=stack_rows * (2 * experts.intermediate_size + hidden) + stream * hidden,
+                    extra_fixed=2.0 * weight_bytes * down_params,
+                ),
+            )
+        if adapted.parameters:  # down: the full gradient of the merged stack, while all but its result is still there
+            return (
+                _Instant(
+                    freed_per_token=stack_rows * hidden,
+                    extra_per_token=stack_rows * (hidden + experts.intermediate_size) + stream * hidden,
+                    extra_fixed=compute * float(down_params),
+                ),
+                # the result's gradient, sorted by expert and not yet
+                _Instant(extra_per_token=2 * stack_rows * hidden + 2 * stream * hidden),
+            )
+        return (_Instant(extra_per_token=stack_rows * (hidden + 2 * experts.intermediate_size) + 2 * stream * hidden),)
+    if not width:  # a layer of one mixer
+        widest = max((each for each in layer.linears), key=lambda each: each.out_features, default=None)
+        if widest is None:
+            return (_Instant(),)
+        return (
+            _Instant(
+                extra_per_token=2.0 * compute * widest.out_features + 2 * stream * hidden,
+                extra_fixed=float((weight_bytes or (compute if job.quantization else 0)) * widest.num_params),
+            ),
+        )
+    down = max(layer.at("mlp_out"), key=lambda each: each.in_features)
+    down_bytes = float(weight_bytes * down.in_features * down.out_features)
+    adapted_by_name = {each.linear.name: each for each in adapted.linears}
+    down_adapted, into_adapted = (
+        down.name in adapted_by_name,
+        [each for each in layer.at("mlp_in") if each.name in adapted_by_name],
+    )
+    holds_result = _KEPT_BY_ACTIVATION.get(model.hidden_act, (1, False))[1]
+    own_input = 0.0  # what down, or its A, keeps of its input
+    if (full or down_adapted) and not (holds_result and not layer.is_gated):
+        own_input = float((mlp if full or copy_bytes == 0.0 else copy_bytes) * width)
+    if holds_inputs and copy_bytes != 0.0:
+        own_input += mlp * width
+    # the activation: down is through; the gradients of the product and of both branches, or before and after the activation
+    branches = 3.0 if layer.is_gated else 2.0
+    moments = [
+        _Instant(done=down_bytes, freed_per_token=own_input, extra_per_token=branches * mlp * width + stream * hidden)
+    ]
+    if full:  # the norm before the MLP: its weights are through; five fp32 copies of a hidden state
+        through = float(weight_bytes * sum(each.in_features * each.out_features for each in layer.at("mlp_in", "mlp_out")))
+        moments.append(
+            _Instant(done=through, freed_per_token=dense + 2 * stream * hidden, extra_per_token=(20.0 + stream) * hidden)
+        )
+    # results of A and B, and the gradients through them: in the adapters' own type without autocast
+    branch = 4.0 if not types.autocast and types.adapter == 4 else 2.0
+    if down_adapted:  # A's input gradient, before down's own
+        moments.append(_Instant(extra_per_token=branch * width + 2 * stream * hidden))
+    if into_adapted and job.gradient_checkpointing:
+        # the layer runs again: B's result and the scaled one, before down has its input; the residual and the MLP's input
+        # are still at hand
+        moments.append(
+            _Instant(freed_per_token=own_input, extra_per_token=2 * branch * width + (4.0 * stream + branch) * hidden)
+        )
+    if job.quantization:  # down's weight in 16 bit (32 without autocast), the product with it, A's gradient
+        moments.append(
+            _Instant(
+                freed_per_token=own_input,
+                extra_per_token=float(mlp + compute) * width + (compute + stream) * hidden,
+                extra_fixed=float(compute * down.in_features * down.out_features),
+            )
+        )
+    if any(adapted_by_name[each.name].dora for each in into_adapted):
+        # a branch's scale: three gradients and a copy in the adapters' type, the branch and its gradient
+        freed = own_input + 2 * mlp * width + (mlp + branch) * hidden
+        moments.append(_Instant(freed_per_token=freed, extra_per_token=(4 * branch + 2 * mlp) * width + stream * hidden))
+    return tuple(moments)
 
 
 def _layer_bytes(
@@ -368,9 +487,12 @@ def _layer_bytes(
     copy_bytes = _adapter_input_bytes(types, job.lora_dropout)
     rank_bytes = 4.0 if not types.autocast and types.adapter == 4 else 2.0
 
+    holds_inputs = job.four_bit_keeps_inputs and not casts_input  # of its 4-bit linears; a cast is counted below
+
     def reads(linear: Linear) -> bool:
         """Whether the backward needs the very tensor that this linear reads."""
-        return (full and linear.differentiable) or (linear.name in adapted_names and copy_bytes == 0.0)
+        needs = (full and linear.differentiable) or (linear.name in adapted_names and copy_bytes == 0.0)
+        return needs or (holds_inputs and linear.differentiable)
 
     norms = sum(_norm_bytes(norm, stream, full, types.autocast) for norm in layer.norms)
     inputs = [norm for norm in layer.norms if norm.reads_layer_input]
@@ -397,6 +519,13 @@ def _layer_bytes(
     # DoRA scales the base's result and the adapter's, and keeps both for the gradient of its magnitude
     dora_results = mlp + (4 if rank_bytes == 4.0 else 2)
     adapter_copies += sum(dora_results * each.linear.out_features for each in adapted.linears if each.dora)
+    if job.framework == "litgpt":  # one adapter for query and value: one input; index_copy holds what its convolution gave
+        fused = [each.linear for each in adapted.linears if each.linear.place == "mixer_in"]
+        adapter_copies -= copy_bytes * sum(each.in_features for each in fused[1:])
+        adapted_width = attention.query_width + attention.kv_width  # litgpt adapts these two by default
+        adapter_copies += sum(compute * min(each.out_features, adapted_width) for each in fused)
+    if job.four_bit_keeps_inputs and casts_input:  # each 4-bit linear holds a 16-bit copy of its own
+        adapter_copies += 2.0 * sum(each.in_features for each in layer.linears if each.differentiable)
 
     # attention; the output linear reads its result, which a fused kernel keeps anyway
     kernel = attention_kernel(job, layer)
@@ -414,10 +543,9 @@ def _layer_bytes(
         scores += _scan_bytes(layer, compute)
 
     # dense and shared MLP
-    width = layer.mlp_width
     dense = fixed = 0.0
     for down in layer.at("mlp_out"):
-        keeps = (full and mlp == compute) or (down.name in adapted_names and copy_bytes == 0.0)
+        keeps = (full and mlp == compute) or (down.name in adapted_names and copy_bytes == 0.0) or holds_inputs
         dense += mlp * down.in_features * _mlp_widths(layer.is_gated, model.hidden_act, keeps)
         if full and not keeps:
             dense += 2.0 * down.in_features
@@ -429,7 +557,7 @@ def _layer_bytes(
     experts = layer.experts
     is_loop = bool(adapted.expert_linears) and job.quantization in BITSANDBYTES
     if is_loop:
-        moe = sum(_looped_experts_bytes(each, types) for each in layer.all_experts)
+        moe = sum(_looped_experts_bytes(each, job, types) for each in layer.all_experts)
     else:
         moe = sum(_experts_bytes(each, adapted, full, model.hidden_act) for each in layer.all_experts)
     if experts:
@@ -444,6 +572,8 @@ def _layer_bytes(
             fixed += compute * parameter.base_params + (2.0 * parameter.num_params if types.adapter == 4 else 0.0)
 
     fixed += sum(4.0 * norm.size for norm in layer.norms if norm.kind == "rms_offset")  # weight + 1
+    if job.quantization == "gptq-int4":  # a plain matmul with the unpacked weight, which autograd keeps (auto-gptq 0.4, 0.5)
+        fixed += 2.0 * sum(each.in_features * each.out_features for each in layer.linears)
     # autocast's 16-bit copies of fp32 weights, kept for the input gradient (under checkpointing: of one layer at a time)
     if types.autocast and stream == 4 and job.quantization is None:
         fixed += 2.0 * sum(each.in_features * each.out_features for each in layer.linears)
@@ -464,61 +594,57 @@ def _layer_bytes(
     # the input of the first layer needs no gradient where nothing below is trained
     saved_in_first = sum(_norm_bytes(norm, stream, full, types.autocast) for norm in inputs)
 
-    # the worst moment of the layer's own backward
-    weight_bytes = types.weights if full else 0
-    gradients = float(weight_bytes * layer.num_params) if full else float(types.adapter * adapted.num_params)
-    done = freed = freed_fixed = extra = extra_fixed = 0.0
-    if experts:
-        stack_rows = 2.0 * experts.num_experts_per_tok
-        down_params = experts.num_experts * experts.hidden_size * experts.intermediate_size
-        if full:
-            # gate_up: its gradient is being built, down's is done
-            done = float(weight_bytes * down_params)
-            freed = stack_rows * (hidden + 4 * experts.intermediate_size)
-            extra = stack_rows * (2 * experts.intermediate_size + hidden) + stream * hidden
-            extra_fixed = 2.0 * weight_bytes * down_params
-        elif adapted.parameters:
-            # down: the full gradient of the merged stack, while all but its result is still there
-            freed = stack_rows * hidden
-            extra = stack_rows * (hidden + experts.intermediate_size) + stream * hidden
-            extra_fixed = compute * float(down_params)
-        else:
-            extra = stack_rows * (hidden + 2 * experts.intermediate_size) + 2 * stream * hidden
-    elif width:
-        down = max(layer.at("mlp_out"), key=lambda each: each.in_features)
-        down_bytes = float(weight_bytes * down.in_features * down.out_features)
-        holds_result = _KEPT_BY_ACTIVATION.get(model.hidden_act, (1, False))[1]
-        if (full or down.name in adapted_names) and not (holds_result and not layer.is_gated):
-            freed += (mlp if copy_bytes == 0.0 else copy_bytes) * width
-        if layer.is_gated:
-            # the activation's backward: in full tuning the last branch's weight gradient is in flight, its input still there
-            freed += (1.0 if full else 2.0) * mlp * width
-            if any(each.name in adapted_names for each in layer.at("mlp_in")[1:]):
-                freed += copy_bytes * hidden
-            done, extra, extra_fixed = 2 * down_bytes, 5.0 * mlp * width, down_bytes
-        else:  # down's weight gradient is done; the gradients before and after the activation
-            done, extra = down_bytes, 2.0 * mlp * width
-        extra += 2 * stream * hidden
-        if not full and job.quantization:
-            extra_fixed = 2.0 * compute * down.in_features * down.out_features
-    else:  # a layer of one mixer
-        widest = max((each for each in layer.linears), key=lambda each: each.out_features, default=None)
-        if widest is not None:
-            extra = 2.0 * compute * widest.out_features + 2 * stream * hidden
-            extra_fixed = float((weight_bytes or (compute if job.quantization else 0)) * widest.num_params)
+    gradients = float(types.weights * layer.num_params) if full else float(types.adapter * adapted.num_params)
+    instants = _mlp_instants(model, layer, adapted, job, types, copy_bytes, dense, holds_inputs)
+    if attention.num_heads and kernel in {"eager", "math"}:
+        # the gradient of the scores before and after the softmax, in fp32; the 16-bit copy of the softmax is gone, and so
+        # is the MLP. With sinks three score matrices in the compute type, when they are built and when they are undone.
+        heads = attention.num_heads
+        with_sinks = attention.score == "sinks"
+        after_mlp = dense + moe + sum(_norm_bytes(norm, stream, full, types.autocast) for norm in inputs[1:])
+        instants += (
+            _Instant(
+                done=float(types.weights * sum(each.num_params for each in layer.linears if not each.is_mixer))
+                if full
+                else 0.0,
+                freed_per_token=after_mlp,
+                freed_per_pair=float(compute * heads) if compute == 2 or with_sinks else 0.0,
+                extra_per_token=float(stream * hidden),
+                extra_per_pair=float(3 * compute if with_sinks else 8) * heads,
+            ),
+        )
     return _LayerBytes(
         per_token=per_token,
         per_pair=per_pair,
         fixed=fixed,
         input_norm_per_token=held_input,
         first_layer_saving_per_token=saved_in_first if job.is_peft and not job.gradient_checkpointing else 0.0,
-        done_gradients=done,
-        freed_per_token=freed,
-        freed_fixed=freed_fixed,
-        extra_per_token=extra,
-        extra_fixed=extra_fixed,
+        instants=instants,
         gradients=gradients,
+        escapes_checkpoint_per_token=_escaping_bytes(layer, adapted, job, types),
     )
+
+
+def _escaping_bytes(layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: _Types) -> float:
+    """Inputs of 4-bit linears that non-reentrant checkpointing does not give up, for each token.
+
+    ``MatMul4Bit`` of bitsandbytes before 0.44 holds its input as a plain attribute of the autograd node, out of reach of
+    the saved-tensor hooks that this kind of checkpointing works with. A linear that has to cast its input holds a copy of
+    its own; otherwise those that read one tensor share it.
+    """
+    if not _inputs_escape_checkpoints(job):
+        return 0.0
+    casts = types.stream != 2
+    alone = layer.at("mixer_inner", "mixer_out", "mlp_out", "side_in", "side_out")
+    width = sum(each.in_features for each in alone if each.differentiable)
+    for read_together in (layer.at("mixer_in"), layer.at("mlp_in")):
+        widths = [each.in_features for each in read_together if each.differentiable]
+        width += sum(widths) if casts else max(widths, default=0)
+    if adapted.expert_linears:
+        for experts in layer.all_experts:
+            branches = experts.num_matrices - 1 if casts else 1
+            width += experts.num_experts_computed * (branches * experts.hidden_size + experts.intermediate_size)
+    return 2.0 * width
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,7 +660,7 @@ class _Plan:
     head_copy_bytes: float
     optimizer_temporary_bytes: float
     embedding_is_trained: bool
-    gathered_bytes: float  # of sharded weights that a pass puts together again
+    gathered_bytes: float  # of sharded weights that a pass puts together again, and of buckets of gradients
 
 
 @lru_cache(maxsize=512)
@@ -558,12 +684,38 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
-        optimizer_temporary_bytes=(
-            trained_parameter_bytes(model, job) / job.sharding.parts(1) if job.optim in _FOREACH_OPTIMIZERS else 0.0
-        ),
+        optimizer_temporary_bytes=_optimizer_temporary_bytes(model, job),
         embedding_is_trained=embedding_trained,
-        gathered_bytes=_gathered_bytes(model, job, types),
+        gathered_bytes=_gathered_bytes(model, job, types) + 2.0 * job.sharding.bucket_elements,
     )
+
+
+def _optimizer_temporary_bytes(model: ModelSpec, job: ResolvedJob) -> float:
+    """What foreach kernels build; with fp32 masters they work on those, beside DeepSpeed's flat gradients in both types.
+
+    Adafactor works on one parameter at a time: its update and the negated one in fp32, and fp32 copies of a 16-bit weight
+    and of its gradient (transformers 5.24, optimization.py).
+    """
+    if job.optim == "adafactor":
+        trained_type = job.adapter_dtype if job.is_peft else job.dtype
+        return (2.0 if trained_type == "float32" else 4.0) * 4.0 * _largest_trained(model, job)
+    trained_bytes = trained_parameter_bytes(model, job)
+    masters = _master_bytes(model, job, trained_bytes) > 0
+    of_kernels = (2.0 if masters else 1.0) * trained_bytes * _STEP_COPIES.get(job.optim, 0)
+    of_deepspeed = 3.0 * trained_bytes if masters and job.sharding.by == "deepspeed" else 0.0
+    return (of_kernels + of_deepspeed) / job.sharding.parts(1)
+
+
+def _largest_trained(model: ModelSpec, job: ResolvedJob) -> int:
+    """Elements of the largest single parameter that is trained."""
+    if job.is_peft:
+        runs = [adapted for _, adapted, _ in plan_adapters(model, job).runs]
+        linears = [each for adapted in runs for each in (*adapted.linears, *adapted.expert_linears)]
+        sizes = [each.r * max(each.linear.in_features, each.linear.out_features) for each in linears]
+        return max([*sizes, *(each.num_params for adapted in runs for each in adapted.parameters)], default=0)
+    sizes = [each.in_features * each.out_features for layer, _ in model.layers for each in layer.linears]
+    sizes += [stack.num_params for layer, _ in model.layers for each in layer.all_experts for stack in each.stacks]
+    return max(model.embedding_params, *sizes)
 
 
 def _on_one_gpu(held: Held, job: ResolvedJob) -> Held:
@@ -611,6 +763,7 @@ def peak_memory(
     is_padded: bool = False,
     on_cpu: bool = False,
     keeps_logits: bool = False,
+    loss_in_fp32: bool = True,
     evaluation: Batch | None = None,
 ) -> MemoryBreakdown:
     """Peak of one training step on ``batch``; ``is_padded`` says whether its sequences differ in length.
@@ -618,12 +771,14 @@ def peak_memory(
     The peak is the largest of: the loss at the end of the forward, the backward of the last and of the first layer of each
     run, the embedding's backward, the optimizer step, the forward on ``evaluation`` where the run evaluates. A ``Trainer``
     drops the logits' reference before the backward; a loop that keeps ``outputs`` alive (``keeps_logits``) holds them too.
+    ``loss_in_fp32`` is false for remote code that leaves the loss in the model's type where no autocast lifts it.
     """
     plan = _plan(model, job, is_padded)
-    worst = max(_moments(model, job, plan, batch, keeps_logits, evaluation), key=lambda moment: moment.total)
+    worst = max(_moments(model, job, plan, batch, keeps_logits, evaluation, loss_in_fp32), key=lambda moment: moment.total)
     held = plan.held
     allocated = held.static_bytes + worst.total + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
-    reserved = allocated * (1 + (0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)]))
+    # weights and states lie densely; the gaps are between what comes and goes
+    reserved = allocated + (0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)] * worst.total)
     context = 0 if on_cpu else CUDA_CONTEXT_BYTES
     return MemoryBreakdown(
         weights_bytes=held.weights_bytes,
@@ -652,19 +807,30 @@ def peak_device_bytes(
 ) -> int:
     """``peak_memory(...).peak_device_bytes`` alone, for searches."""
     plan = _plan(model, job, is_padded)
-    allocated = plan.held.static_bytes + max(
-        moment.total for moment in _moments(model, job, plan, batch, evaluation=evaluation)
-    )
+    worst = max(moment.total for moment in _moments(model, job, plan, batch, evaluation=evaluation))
     if on_cpu:
-        return int(allocated)
-    return int((allocated + CUBLAS_WORKSPACE_BYTES) * (1 + ALLOCATOR_OVERHEAD[job_class(job)])) + CUDA_CONTEXT_BYTES
+        return int(plan.held.static_bytes + worst)
+    allocated = plan.held.static_bytes + worst + CUBLAS_WORKSPACE_BYTES
+    return int(allocated + ALLOCATOR_OVERHEAD[job_class(job)] * worst) + CUDA_CONTEXT_BYTES
+
+
+def loss_bytes(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
+    """What the loss of a batch holds at once: the blocks whose size changes with the length of the batch the most."""
+    if job.fused_loss or job.framework == "litgpt":
+        return 0.0
+    return 12.0 * model.vocab_size * batch.num_head_tokens
 
 
 def job_class(job: ResolvedJob) -> str:
     """The class of job that decides how much the caching allocator holds beyond what is allocated."""
     if not job.is_peft:
         return "full"
-    return "lora_checkpointed" if job.gradient_checkpointing else "lora"
+    return "lora_checkpointed" if job.gradient_checkpointing and not _inputs_escape_checkpoints(job) else "lora"
+
+
+def _inputs_escape_checkpoints(job: ResolvedJob) -> bool:
+    """Whether 4-bit linears hold their inputs although their layer is checkpointed; see :func:`_escaping_bytes`."""
+    return job.gradient_checkpointing and job.four_bit_keeps_inputs and not job.reentrant_checkpointing
 
 
 def _moments(
@@ -674,6 +840,7 @@ def _moments(
     batch: Batch,
     keeps_logits: bool = False,
     evaluation: Batch | None = None,
+    loss_in_fp32: bool = True,
 ) -> list[_Moment]:
     types = plan.types
     tokens, pairs = batch.num_tokens, batch.num_attended_pairs
@@ -694,7 +861,9 @@ def _moments(
     def kept(each: _LayerBytes) -> float:
         if is_away:
             return 0.0
-        return checkpoint if job.gradient_checkpointing else layer_bytes(each)
+        if not job.gradient_checkpointing:
+            return layer_bytes(each)
+        return checkpoint + each.escapes_checkpoint_per_token * tokens
 
     first = plan.runs[0][0]
     stored = 0.0
@@ -706,9 +875,13 @@ def _moments(
         final_norm += 2.0 * hidden - types.stream * hidden
     final = final_norm * tokens + plan.head_copy_bytes
 
-    kv_cache = 0.0
+    # keys and values in the model's outputs; attention keeps these very tensors, unless it keeps repeated ones
+    kv_cache = kv_beside = 0.0
     if job.use_cache and not job.gradient_checkpointing:
-        kv_cache = sum(2.0 * types.compute * layer.attention.kv_width * count for layer, count in model.layers) * tokens
+        for (layer, count), (each, _) in zip(model.layers, plan.runs, strict=True):
+            of_run = 2.0 * types.compute * layer.attention.kv_width * count * tokens
+            kv_cache += of_run
+            kv_beside += of_run if layer.attention.num_heads > layer.attention.num_kv_heads and each.per_pair else 0.0
 
     # 1. the loss. log-softmax is saved (4 B a logit), its backward holds the gradient of the loss and the result (4 + 4).
     head_tokens = batch.num_head_tokens
@@ -718,24 +891,39 @@ def _moments(
     elif job.fused_loss == "chunked":
         chunk = min(head_tokens, LOSS_CHUNK_TOKENS["chunked"])
         logits, loss_temporary = 0.0, 16.0 * vocab * chunk + types.compute * hidden * head_tokens
+    elif job.framework == "litgpt":
+        # head and loss in chunks of 128 positions, in the weights' type: the chunks' logits and their log-softmax stay
+        chunk = min(head_tokens, 128.0 * batch.num_sequences)
+        logits, loss_temporary = 2.0 * types.compute * vocab * head_tokens, 2.0 * types.compute * vocab * chunk
     else:
-        logits, loss_temporary = 4.0 * vocab * head_tokens, 8.0 * vocab * head_tokens
+        width = 4.0 if loss_in_fp32 else float(types.compute)
+        logits, loss_temporary = width * vocab * head_tokens, 2.0 * width * vocab * head_tokens
         if keeps_logits:
-            loss_temporary += types.compute * vocab * head_tokens
+            loss_temporary += (4.0 if job.upcasts_logits else types.compute) * vocab * head_tokens
     loss_temporary += gathered
     base_gradients = all_gradients if accumulates else 0.0
-    moments = [_Moment("loss", base_gradients, stored + final + kv_cache, logits, loss_temporary)]
+    if model.caps_logits and not job.fused_loss:  # the tanh of the logits, in their own type
+        logits += types.compute * vocab * head_tokens
     if job.fused_loss and plan.head_trained:
-        moments[0] = _Moment(
-            "loss", base_gradients, stored + final + kv_cache, 0.0, loss_temporary + plan.head_gradient_bytes
-        )
+        logits, loss_temporary = 0.0, loss_temporary + plan.head_gradient_bytes
+    # a Trainer lets go of the model's outputs before the backward
+    outputs = float((4.0 if job.upcasts_logits else types.compute) * vocab * head_tokens) if keeps_logits else 0.0
+    kept_cache, kept_beside = (kv_cache, kv_beside) if keeps_logits else (0.0, 0.0)
+    moments = [_Moment("loss", base_gradients, stored + final + kept_beside, logits, loss_temporary)]
+    if not job.fused_loss:
+        # ... so only the end of the forward holds the cache and, besides the log-softmax, the logits in both types
+        at_end = (types.compute + (4.0 if types.compute == 2 else 0.0)) * vocab * head_tokens
+        moments.append(_Moment("loss", base_gradients, stored + final + kv_beside, logits, at_end + gathered))
+        if plan.head_trained:  # the head's weight gradient, with the gradient of the logits
+            held = plan.head_gradient_bytes + types.compute * vocab * head_tokens + outputs
+            moments.append(_Moment("loss", base_gradients, stored + final + kept_beside, 0.0, held + gathered))
 
     # 2. the backward of the layers: at the top of each run (everything below is stored) and at its bottom
     gradients_above = plan.head_gradient_bytes * (0 if model.tied_embeddings else 1) + (
         types.weights * hidden if not job.is_peft else 0
     )
     tied_temporary = plan.head_gradient_bytes if model.tied_embeddings else 0.0
-    below = stored + kv_cache
+    below = stored + kept_beside
     for each, count in reversed(plan.runs):
         for position in (0, count - 1) if count > 1 else (0,):
             finished = gradients_above + position * each.gradients / parts
@@ -743,31 +931,32 @@ def _moments(
             recomputed = 0.0
             if job.gradient_checkpointing or is_away:  # the layer at work is whole again
                 recomputed = layer_bytes(each) - (0.0 if is_away else each.input_norm_per_token * tokens)
-            held_gradients = all_gradients if accumulates else finished + each.done_gradients
-            # a sharded gradient is whole until the layer is through
-            in_flight = each.gradients - (0.0 if accumulates else each.done_gradients) if parts > 1 else 0.0
-            # with accumulation a finished weight gradient is a temporary until it is added to what is there
-            moments.append(
-                _Moment(
-                    "backward",
-                    held_gradients,
-                    rest + recomputed - each.freed_per_token * tokens - each.freed_fixed,
-                    0.0,
-                    each.extra_per_token * tokens + each.extra_fixed + tied_temporary + in_flight + gathered,
+            for now in each.instants:
+                # a sharded gradient is whole until the layer is through
+                in_flight = each.gradients - (0.0 if accumulates else now.done) if parts > 1 else 0.0
+                extra = now.extra_per_token * tokens + now.extra_per_pair * pairs + now.extra_fixed
+                # with accumulation a finished weight gradient is a temporary until it is added to what is there
+                moments.append(
+                    _Moment(
+                        "backward",
+                        all_gradients if accumulates else finished + now.done,
+                        rest + recomputed - now.freed_per_token * tokens - now.freed_per_pair * pairs,
+                        0.0,
+                        extra + tied_temporary + in_flight + gathered + outputs,
+                    )
                 )
-            )
         gradients_above += count * each.gradients / parts
         below -= count * kept(each)
     # 3. the embedding: every other gradient is there, its own is being built
     if plan.embedding_is_trained:
         others = all_gradients if accumulates else all_gradients - plan.embedding_gradient_bytes / parts
         temporary = gathered + plan.embedding_gradient_bytes + tied_temporary + types.stream * hidden * tokens
-        moments.append(_Moment("embedding", others, 0.0, 0.0, temporary))
+        moments.append(_Moment("embedding", others, kept_cache, 0.0, temporary + outputs))
     # 4. an evaluation, after the gradients are gone
     if evaluation is not None:
         moments += _evaluation_moments(model, job, plan, evaluation)
     # 5. the optimizer
-    moments.append(_Moment("optimizer", reduced_gradients, 0.0, 0.0, plan.optimizer_temporary_bytes))
+    moments.append(_Moment("optimizer", reduced_gradients, kept_cache, 0.0, plan.optimizer_temporary_bytes + outputs))
     return moments
 
 
@@ -780,7 +969,7 @@ def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: 
     """
     types, tokens = plan.types, batch.num_tokens
     stream = types.stream * model.hidden_size * tokens
-    # under autocast the 16-bit copies of trained fp32 weights are cached through the whole forward
+    # under autocast the 16-bit copies of trained fp32 weights are cached through the whole forward, those of frozen ones not
     copies = 0.0
     if types.autocast and types.stream == 4 and not job.is_peft:
         copies = 2.0 * sum(
@@ -796,5 +985,7 @@ def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: 
         logits, loss = float(types.compute * elements), (8.0 if types.compute == 2 else 4.0) * elements
     return [
         _Moment("evaluation", 0.0, stream, 0.0, at_work + copies + fixed),
-        _Moment("evaluation", 0.0, stream, logits, loss + plan.head_copy_bytes + copies + fixed),
+        _Moment(
+            "evaluation", 0.0, stream, logits, loss + (plan.head_copy_bytes if plan.head_trained else 0.0) + copies + fixed
+        ),
     ]

@@ -324,6 +324,7 @@ class ModelSpec:
     weights: tuple[Weights, ...] = ()  # outside the layers: position tables and the like
     embedding_width: int | None = None  # where it differs from hidden_size
     head_bias: bool = False
+    caps_logits: bool = False  # a tanh between the head and the loss
     layers_path: str = "model.layers"
     embedding_path: str = "model.embed_tokens"
     head_path: str = "lm_head"

@@ -1,7 +1,8 @@
 """Pictures of an answer and of a comparison: SVG text from pure functions, without a drawing package.
 
 Light and dark by the viewer's own setting (a media query in the style sheet). A page is the same picture in HTML; PNG needs
-cairosvg (extra ``plots``) and is always the light one. Widths of text are estimated, generously, from its characters.
+resvg-py (extra ``plots``), a wheel without system libraries, and is always the light one. Widths of text are estimated,
+generously, from its characters.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -360,8 +362,8 @@ def as_page(svg: str, title: str) -> str:
 def write_picture(path: str, svg: str, *, title: str) -> None:
     """``svg`` as the kind of file that ``path`` ends in: ``.svg``, ``.html`` or ``.png``.
 
-    Raises :class:`CostModelError` for another ending or a file that cannot be written, :class:`MissingExtraError` for PNG
-    without cairosvg.
+    Raises :class:`CostModelError` for another ending, a file that cannot be written, or a PNG on a machine without any font,
+    :class:`MissingExtraError` for PNG without resvg-py.
     """
     kind = os.path.splitext(path)[1].lower()
     if kind == ".svg":
@@ -381,7 +383,16 @@ def write_picture(path: str, svg: str, *, title: str) -> None:
 
 def _png(svg: str) -> bytes:
     try:
-        cairosvg: Any = importlib.import_module("cairosvg")
-    except (ImportError, OSError):  # OSError: the package is there, the cairo library is not
-        raise MissingExtraError("cairosvg and the cairo library", "plots", "a .png (.svg and .html need nothing)") from None
-    return bytes(cairosvg.svg2png(bytestring=svg.encode(), output_width=2 * WIDTH))
+        resvg: Any = importlib.import_module("resvg_py")
+    except ImportError:
+        raise MissingExtraError("resvg-py", "plots", "a .png (.svg and .html need nothing)") from None
+    picture = bytes(resvg.svg_to_bytes(svg_string=svg, width=2 * WIDTH))
+    # Without a font it draws no text, and says nothing: then the picture is the same with the text taken out.
+    if "<text" in svg and picture == bytes(resvg.svg_to_bytes(svg_string=_TEXT.sub("", svg), width=2 * WIDTH)):
+        raise CostModelError(
+            "a .png needs a font, and this machine has none: install one (a package such as fonts-dejavu-core), or draw .svg"
+        )
+    return picture
+
+
+_TEXT: Final = re.compile(r"<text\b.*?</text>", re.DOTALL)

@@ -7,15 +7,17 @@ another's. Read from gpuhunt 0.1.34.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import importlib
 import io
+import logging
 import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -87,8 +89,45 @@ class PriceUpdate:
         return tuple(sorted({row.price.cloud for row in self.rows}))
 
 
-def fetch_offers() -> tuple[list[Any], str]:
-    """Every GPU offer that gpuhunt knows, and the version that told.
+@dataclass(frozen=True, slots=True)
+class FetchedOffers:
+    """What gpuhunt told: its ``CatalogItem`` records, its version, and the clouds whose catalogue it could not load."""
+
+    offers: tuple[Any, ...]
+    version: str
+    not_loaded: tuple[str, ...] = ()
+
+
+class _Listener(logging.Handler):
+    """Takes what gpuhunt logs (a traceback for each cloud that does not answer), and remembers which clouds it was about."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.clouds: list[str] = []
+        self.reason = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple) and record.args and "Failed to load" in str(record.msg):
+            self.clouds.append(_CLOUDS.get(str(record.args[0]), str(record.args[0])))
+        if record.exc_info and record.exc_info[1] is not None:
+            self.reason = str(record.exc_info[1])
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[_Listener]:
+    logger, listener = logging.getLogger("gpuhunt"), _Listener()
+    propagated = logger.propagate
+    logger.addHandler(listener)
+    logger.propagate = False
+    try:
+        yield listener
+    finally:
+        logger.removeHandler(listener)
+        logger.propagate = propagated
+
+
+def fetch_offers() -> FetchedOffers:
+    """Every GPU offer that gpuhunt knows.
 
     Needs the network, unless ``GPUHUNT_CATALOG_DIR`` (gpuhunt's own variable) names a folder of its catalogues. Raises
     :class:`MissingExtraError` without gpuhunt, :class:`CostModelError` where it cannot load its catalogue.
@@ -97,23 +136,51 @@ def fetch_offers() -> tuple[list[Any], str]:
         gpuhunt: Any = importlib.import_module("gpuhunt")
     except ImportError:
         raise MissingExtraError("gpuhunt", "prices", "ftcost prices --update") from None
-    try:
-        folder = os.environ.get("GPUHUNT_CATALOG_DIR")
-        if folder:
-            # gpuhunt.query() loads from the network first and gives up without it, local catalogues or not.
-            providers = sorted(name.removesuffix(".csv") for name in os.listdir(folder) if name.endswith(".csv"))
-            offers = list(gpuhunt.Catalog(auto_reload=False).query(provider=providers, min_gpu_count=1))
-        else:
-            offers = list(gpuhunt.query(min_gpu_count=1))
-    except Exception as error:  # whatever its providers and the network have to say
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CostModelError(f"gpuhunt gave no prices ({text}); the prices you have stay as they are") from None
+    with _listening() as listener:
+        try:
+            folder = os.environ.get("GPUHUNT_CATALOG_DIR")
+            if folder:
+                # gpuhunt.query() loads from the network first and gives up without it, local catalogues or not.
+                providers = sorted(name.removesuffix(".csv") for name in os.listdir(folder) if name.endswith(".csv"))
+                offers = gpuhunt.Catalog(auto_reload=False).query(provider=providers, min_gpu_count=1)
+            else:
+                offers = _query_every_cloud(gpuhunt, listener)
+        except Exception as error:  # whatever its providers and the network have to say
+            text = _first_line(error)
+            why = f": {listener.reason}" if listener.reason and listener.reason not in text else ""
+            raise CostModelError(f"gpuhunt gave no prices ({text}{why}); the prices you have stay as they are") from None
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return offers, version("gpuhunt")
+        told_by = version("gpuhunt")
     except PackageNotFoundError:
-        return offers, ""
+        told_by = ""
+    return FetchedOffers(tuple(offers), told_by, tuple(dict.fromkeys(listener.clouds)))
+
+
+def _query_every_cloud(gpuhunt: Any, listener: _Listener) -> list[Any]:
+    """All at once; where one cloud's own interface does not answer, which ends gpuhunt's whole query, cloud by cloud."""
+    try:
+        return list(gpuhunt.query(min_gpu_count=1))
+    except Exception as error:
+        if type(error).__name__ == "GPUHuntError":  # not one catalogue could be loaded
+            raise
+        listener.reason = _first_line(error)
+    offers: list[Any] = []
+    for provider, cloud in _CLOUDS.items():
+        try:
+            offers += gpuhunt.query(provider=provider, min_gpu_count=1)
+        except ValueError:  # needs an account, which is not configured
+            continue
+        except Exception:
+            listener.clouds.append(cloud)
+    if not offers:
+        raise CostModelError("no cloud answered")
+    return offers
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def rows_from_offers(offers: Iterable[Any], *, as_of: datetime.date, version: str = "") -> PriceUpdate:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from costmodel.alternatives import alternatives, changes_what_is_learned, needs, other_checkpointing
 from costmodel.catalog import TIERS, bill_usd_per_hour, find_cloud, find_gpu, find_price, list_prices, stale_price_warning
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import PRICE_VARIABLE, Estimate, estimate
@@ -103,7 +104,8 @@ class Candidate:
 class Change:
     """One change to the job and what it alone saves (negative: costs), against the job as given on the same GPU.
 
-    ``held`` names the fields among ``settings`` that the user fixed: told, but not part of the best combination.
+    ``held`` names the fields among ``settings`` that stay unless freed (given in the job, or trained weights in 16 bit):
+    told, but not part of the best combination.
     Dollars and seconds are ``None`` where a total is unknown or the job as given does not run at all.
     """
 
@@ -416,13 +418,9 @@ def _best_batch_and_checkpointing(job: Job, gpu: GpuSpec) -> Mapping[str, Any]:
         return {}
     start = base.job
     tried: list[tuple[Mapping[str, Any], Estimate]] = [({}, base)]
-    for checkpointing in _other_checkpointing(start), {}:
+    for checkpointing in other_checkpointing(start), {}:
         tried += _fitting_batches(trials, checkpointing, _batch_settings(start, _product(start)))
     return _best(tried)[0]
-
-
-def _other_checkpointing(start: Mapping[str, Any]) -> dict[str, Any]:
-    return {"gradient_checkpointing": not start.get("gradient_checkpointing")}
 
 
 def _product(start: Mapping[str, Any]) -> int:
@@ -448,9 +446,10 @@ def optimize(
     """Which settings make this job cheaper: each alone, and the best combination that fits the card.
 
     Searched: micro-batch x accumulation (at the same samples per optimizer step, unless ``free_batch``), checkpointing,
-    packing / padding-free / grouping, attention, optimizer within its family, experts, and with ``allow_quantization`` how
-    the base is stored. Fields given in the job stay as they are unless named in ``free`` (``"all"``: every one); what they
-    cost is told all the same. GPUs: ``gpus``, else the job's, else those on the Pareto front of :func:`compare`. With a
+    packing / padding-free / grouping, 16 bit in place of float32, Liger, attention, optimizer within its family, experts,
+    and with ``allow_quantization`` how the base is stored. Fields given in the job stay as they are unless named in
+    ``free`` (``"all"``: every one), and so does the type of weights that are trained; what that costs is told all the
+    same. GPUs: ``gpus``, else the job's, else those on the Pareto front of :func:`compare`. With a
     deadline the cheapest that keeps it wins, with a budget alone the fastest within it. On ties, the fewest changes.
     Raises :class:`CostModelError` as :func:`compare` does.
     """
@@ -475,8 +474,9 @@ def optimize(
         if base is None:
             searches.append(_GpuSearch(gpu, _priced(job, gpu, tiers, {}, spot, today), (), {}, 0))
             continue
-        changes = _single_changes(trials, base, gpu, allow_quantization=allow_quantization, held=held)
-        settings = _best_combination(trials, base, changes, free_batch=free_batch)
+        rules: dict[str, Any] = {"allow_quantization": allow_quantization, "held": held, "free": free}
+        changes = _single_changes(trials, base, gpu, **rules)
+        settings = _best_combination(trials, base, gpu, **rules, free_batch=free_batch)
         start = _priced(job, gpu, tiers, {}, spot, today)
         searches.append(_GpuSearch(gpu, start, changes, settings, trials.count))
     found = [(each, _priced(job, each.gpu, tiers, each.settings, spot, today)) for each in searches]
@@ -547,16 +547,21 @@ def _priced(
 
 
 def _single_changes(
-    trials: _Trials, base: Estimate, gpu: GpuSpec, *, allow_quantization: bool, held: frozenset[str]
+    trials: _Trials,
+    base: Estimate,
+    gpu: GpuSpec,
+    *,
+    allow_quantization: bool,
+    held: frozenset[str],
+    free: frozenset[str],
 ) -> tuple[_Alternative, ...]:
-    """Every change on its own that moves time or memory, with the fields in it that the user fixed."""
+    """Every change on its own that moves time or memory, with the fields in it that stay unless freed."""
     found = []
-    for group, different in _alternatives(base, gpu, allow_quantization=allow_quantization):
+    for group, different in alternatives(base.job, gpu, allow_quantization=allow_quantization):
         answer = trials(different)
         if answer is None or not _differ(base, answer):
             continue
-        # The settings of one change name only what it changes, so a field that was given the same value is not in it.
-        fixed = tuple(sorted(held & set(different)))
+        fixed = tuple(sorted(_held_in(different, base, held, free)))
         found.append(_Alternative(group, different, answer, fixed, base, _mended(trials, base, different, answer)))
     batches = list(_fitting_batches(trials, {}, _batch_settings(base.job, _product(base.job))))
     if batches:
@@ -564,6 +569,12 @@ def _single_changes(
         if best_batch:
             found.append(_Alternative(BATCH, best_batch, answer, (), base, (best_batch, answer)))
     return tuple(found)
+
+
+def _held_in(settings: Mapping[str, Any], base: Estimate, held: frozenset[str], free: frozenset[str]) -> frozenset[str]:
+    """Fields of a change that stay unless freed. Settings name only what they change: what was given alike is not there."""
+    learned = frozenset() if "all" in free else changes_what_is_learned(settings, base.job) - free
+    return (held & set(settings)) | learned
 
 
 def _mended(
@@ -590,111 +601,101 @@ def _differ(one: Estimate, other: Estimate) -> bool:
     return moved or abs(other.memory.peak_device_bytes - peak) > _NO_EFFECT * peak
 
 
-_FLATTENING_FRAMEWORKS: Final = frozenset({"trl", "axolotl", "llamafactory", "unsloth", "transformers"})
-_PACKING_FRAMEWORKS: Final = frozenset({"trl", "axolotl", "llamafactory", "unsloth", "torchtune"})
-_FLASH: Final = ("flash_attention_2", "flash_attention_3")
-
-# Same algorithm, other storage of its states or another kernel; changing the algorithm is the user's own decision.
-_OPTIMIZER_FAMILIES: Final = (
-    (
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adamw_apex_fused",
-        "adamw_anyprecision",
-        "paged_adamw_32bit",
-        "adamw_bnb_8bit",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-    ),
-    ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit"),
-)
-_SUGGESTED_OPTIMIZERS: Final = frozenset(
-    {"adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit"}
-)
-
-
-def _alternatives(base: Estimate, gpu: GpuSpec, *, allow_quantization: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(group, settings) of each change that may be suggested for this job on this card; only fields that change."""
-    start = base.job
-
-    def changed(**settings: Any) -> dict[str, Any]:
-        return {name: value for name, value in settings.items() if start.get(name) != value}
-
-    yield "checkpointing", _other_checkpointing(start)
-    attention = str(start.get("attn_implementation"))
-    flash = attention if attention in _FLASH else "flash_attention_2" if _runs_flash_attention(base, gpu) else None
-    for settings in _data_alternatives(base, flash):
-        different = changed(**settings)
-        if different:
-            yield "data", different
-    kernels = (["sdpa"] if attention == "eager" else []) + ([flash] if flash else [])
-    for kernel in kernels:
-        if kernel != attention:
-            yield "attention", {"attn_implementation": kernel}
-    for family in _OPTIMIZER_FAMILIES:
-        if start.get("optim") in family:
-            for name in family:
-                if name in _SUGGESTED_OPTIMIZERS and name != start.get("optim"):
-                    yield "optimizer", {"optim": name}
-    # batched_mm is left out: it copies the weights of the experts for each token and never pays in training.
-    for implementation in ("grouped_mm", "eager"):
-        if implementation != start.get("experts_implementation"):
-            yield "experts", {"experts_implementation": implementation}
-    if allow_quantization and start.get("method") in ("lora", "qlora"):
-        if start.get("quantization") != "nf4":
-            yield "quantization", changed(method="qlora", quantization="nf4", double_quant=True)
-        if start.get("quantization"):
-            # The type is said, so that the framework's default (fp32 in TRL) does not come in by the back door.
-            yield "quantization", {**changed(method="lora"), "quantization": None, "dtype": start.get("dtype")}
-
-
-def _data_alternatives(base: Estimate, flash: str | None) -> Iterator[dict[str, Any]]:
-    """Ways to spend less on padding. Rows without padding need a flash kernel to keep their samples apart."""
-    start = base.job
-    if not start.get("lengths"):
-        return
-    packs, flattens = bool(start.get("packing")), bool(start.get("padding_free"))
-    if not packs and not flattens:
-        if start.get("padding") == "max_length":
-            yield {"padding": "longest"}
-        yield {"train_sampling_strategy": "group_by_length", "padding": "longest"}
-    if flash is None:
-        return
-    if start.get("framework") in _FLATTENING_FRAMEWORKS:
-        yield {"packing": False, "padding_free": True, "attn_implementation": flash}
-    if start.get("framework") in _PACKING_FRAMEWORKS:
-        yield {"packing": True, "padding_free": True, "attn_implementation": flash}
-
-
-def _runs_flash_attention(base: Estimate, gpu: GpuSpec) -> bool:
-    """FlashAttention 2 runs in 16 bit on NVIDIA cards since Ampere (compute capability 8.0) and on AMD's CDNA."""
-    start = base.job
-    in_16_bit = start.get("bf16") or start.get("fp16") or start.get("dtype") in ("bfloat16", "float16")
-    if not in_16_bit:
-        return False
-    if gpu.vendor == "NVIDIA":
-        major = gpu.compute_capability.partition(".")[0]
-        return major.isdigit() and int(major) >= 8
-    return gpu.vendor == "AMD"
-
-
 def _best_combination(
-    trials: _Trials, base: Estimate, alternatives: Sequence[_Alternative], *, free_batch: bool
+    trials: _Trials,
+    base: Estimate,
+    gpu: GpuSpec,
+    *,
+    allow_quantization: bool,
+    held: frozenset[str],
+    free: frozenset[str],
+    free_batch: bool,
 ) -> Mapping[str, Any]:
-    """The best of every combination of free changes, each with every micro-batch that fits."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for each in alternatives:
-        if not each.held and each.group != BATCH:  # every micro-batch is tried with each of the others
-            groups.setdefault(each.group, [{}]).append(each.settings)
+    """The best of every combination of free changes, each with the micro-batches that fit.
+
+    What is no slower and no larger is taken beforehand, and what is neither faster nor smaller left out: only changes that
+    trade time for memory are combined, else the combinations would be thousands.
+    """
+
+    def open_changes(answer: Estimate) -> Iterator[tuple[str, dict[str, Any]]]:
+        for group, settings in alternatives(answer.job, gpu, allow_quantization=allow_quantization, given=base.job):
+            if not _held_in(settings, answer, held, free):
+                yield group, settings
+
+    taken: list[Mapping[str, Any]] = []
+    current = base
+    for one_sided in _ONE_SIDED:
+        for group, settings in open_changes(current):
+            answer = trials(_united([*taken, settings])) if group == one_sided else None
+            if answer is not None and _moves(current, answer) == (True, True):
+                current = answer
+                taken.append(settings)
+    groups: dict[str, list[list[Mapping[str, Any]]]] = {}
+    for group, settings in open_changes(current):
+        answer = trials(_united([*taken, settings]))
+        if answer is not None and (group not in _ONE_SIDED or _moves(current, answer) != (False, False)):
+            groups.setdefault(group, [[]]).append([settings])
     tried: list[tuple[Mapping[str, Any], Estimate]] = [({}, base)]
+    changes_of: dict[frozenset[tuple[str, Any]], list[Mapping[str, Any]]] = {}
     for choice in itertools.product(*groups.values()):
-        settings: dict[str, Any] = {}
-        for part in choice:
-            settings.update(part)
-        first = trials(settings)
+        changes = [*taken, *itertools.chain.from_iterable(choice)]
+        combined = _united(changes)
+        first = trials(combined)
         if first is not None:
-            tried += _fitting_batches(trials, settings, _batches(base, first, free_batch=free_batch))
-    return _best(tried)[0]
+            some = _spaced(base.job, _batches(base, first, free_batch=free_batch))
+            for each in _fitting_batches(trials, combined, some):
+                tried.append(each)
+                changes_of[frozenset(each[0].items())] = changes
+    best = _best(tried)
+    changes = changes_of.get(frozenset(best[0].items()), [])
+    if changes:  # now with every micro-batch
+        combined = _united(changes)
+        first = trials(combined)
+        every = _batches(base, first, free_batch=free_batch) if first is not None else ()
+        best = _best([best, *_fitting_batches(trials, combined, every)])
+    return _without_idle_changes(trials, *best, changes)
+
+
+def _spaced(start: Mapping[str, Any], batches: Iterable[Mapping[str, int]]) -> Iterator[Mapping[str, int]]:
+    """Micro-batches (small first) at least half as large again as the one before: enough to tell combinations apart."""
+    last = 0.0
+    for batch in batches:
+        size = batch.get(_BATCH_FIELDS[0]) or start.get(_BATCH_FIELDS[0]) or 1
+        if size >= _SPACING * last:
+            last = size
+            yield batch
+
+
+_SPACING: Final = 1.5
+
+
+# Groups whose changes mostly help in time and memory alike, or in neither; 16 bit first, which decides what others may run.
+_ONE_SIDED: Final = ("precision", "kernels", "attention", "experts", "optimizer")
+
+
+def _moves(before: Estimate, after: Estimate) -> tuple[bool, bool]:
+    """Whether time and memory are no larger than before, by more than what counts as nothing."""
+    memory = after.memory.peak_device_bytes <= before.memory.peak_device_bytes * (1 + _NO_EFFECT)
+    return _time_of(after) <= _time_of(before) * (1 + _NO_EFFECT), memory
+
+
+def _united(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def _without_idle_changes(
+    trials: _Trials, settings: Mapping[str, Any], answer: Estimate, changes: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The same without each whole change that is worth less than half a percent beside the others."""
+    limit = _time_of(answer) * (1 + INDIFFERENT)
+    batch = {name: value for name, value in settings.items() if name in _BATCH_FIELDS}
+    for change in changes:
+        others = [other for other in changes if other is not change]
+        fewer = {**_united(others), **batch}
+        without = trials(fewer)
+        if without is not None and without.verdict == answer.verdict and _time_of(without) <= limit:
+            settings, changes = fewer, others
+    return settings
 
 
 def _batches(base: Estimate, answer: Estimate, *, free_batch: bool) -> Iterator[Mapping[str, int]]:
@@ -767,7 +768,7 @@ def _result(
                 saves_seconds=seconds,
                 saves_bytes=each.base.memory.peak_device_bytes - answer.memory.peak_device_bytes,
                 held=each.held,
-                needs=_needs(settings, each.base),
+                needs=needs(settings, each.base.job),
             )
         )
     changes.sort(key=lambda change: (-(change.saves_seconds or 0.0), -change.saves_bytes))
@@ -780,7 +781,7 @@ def _result(
         saves_usd=saved(start.total_usd, best.total_usd),
         saves_seconds=saved(start.total_seconds, best.total_seconds),
         saves_bytes=peak - best_peak,
-        needs=_needs(best.settings, start.estimate) if start.estimate else (),
+        needs=needs(best.settings, start.estimate.job) if start.estimate else (),
         effective_batch_size=tuple(  # type: ignore[arg-type]
             samples_per_step(each.estimate) if each.estimate else None for each in (start, best)
         ),
@@ -788,20 +789,3 @@ def _result(
         unmet=_unmet(best, budget_usd, deadline_hours),
         num_estimates=sum(search.num_estimates for search, _ in found),
     )
-
-
-def _needs(settings: Mapping[str, Any], base: Estimate) -> tuple[str, ...]:
-    """What must be installed for these settings, or should be known before they are used."""
-    needs = []
-    kernel = settings.get("attn_implementation")
-    if kernel in _FLASH:
-        needs.append("the package flash-attn")
-    if "8bit" in str(settings.get("optim")):
-        needs.append("the package bitsandbytes; optimizer states in 8 bit")
-    if settings.get("quantization"):
-        needs.append("the package bitsandbytes; another base changes the result")
-    elif "quantization" in settings:
-        needs.append("an unquantised base changes the result")
-    if settings.get("padding_free") and not settings.get("packing") and base.job.get("framework") == "transformers":
-        needs.append("DataCollatorWithFlattening as data_collator")
-    return tuple(needs)

@@ -2,7 +2,7 @@
 
 ZeRO-1 splits the optimizer's states, ZeRO-2 the gradients too, ZeRO-3 (FSDP's ``full_shard``) the weights as well.
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
-Leaves out: offloading to the host, tensor and pipeline parallelism, the time of the communication.
+Leaves out: offloading to the host, tensor and pipeline parallelism. Its communication: ``communication.py``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.strict_json import read_json_text
 
 # `sharding_strategy` in words (TrainingArguments.fsdp) and as torch's numbers. A hybrid splits inside one machine.
 _STAGE_OF_STRATEGY: Final[Mapping[str, int]] = {
@@ -39,10 +39,16 @@ class Sharding:
     offloads: bool = False  # states or weights to the host, which is not modelled
     wraps_layers: bool = True  # gathers one layer at a time; without it the whole model at once
     by: str = ""  # the field that asks for it
+    bucket_elements: int = 0  # of the buffers in which DeepSpeed's stage 2 collects gradients
 
     @property
     def is_active(self) -> bool:
         return self.stage > 0 and self.num_gpus > 1
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether 16-bit weights get fp32 masters and states: DeepSpeed makes them on one GPU too."""
+        return self.is_active or (self.stage > 0 and self.by == "deepspeed")
 
     def parts(self, from_stage: int) -> int:
         """Into how many parts is split what ``from_stage`` and the stages above it split."""
@@ -103,7 +109,18 @@ def _of_deepspeed(value: str | Mapping[str, Any], num_gpus: int) -> Sharding:
         part.get("device") for name in ("offload_optimizer", "offload_param") if isinstance(part := zero.get(name), Mapping)
     ]
     offloads = any(device not in (None, "none") for device in devices)
-    return Sharding(int(stage), num_gpus, offloads, by="deepspeed")
+    return Sharding(int(stage), num_gpus, offloads, by="deepspeed", bucket_elements=_bucket_elements(zero, int(stage)))
+
+
+def _bucket_elements(zero: Mapping[str, Any], stage: int) -> int:
+    """``reduce_bucket_size`` of stage 2, twice where communication overlaps (DeepSpeed 0.12, ``stage_1_and_2.py``).
+
+    "auto", which transformers fills with the square of the hidden size, is left out.
+    """
+    size = zero.get("reduce_bucket_size", 5e8)
+    if stage != 2 or isinstance(size, (str, bool)) or size is None:
+        return 0
+    return int(size) * (2 if zero.get("overlap_comm") else 1)
 
 
 def _deepspeed_config(text: str) -> Mapping[str, Any]:
@@ -112,7 +129,7 @@ def _deepspeed_config(text: str) -> Mapping[str, Any]:
     if not text.lstrip().startswith("{"):
         where = f"deepspeed config {text!r}"
         try:
-            text = Path(text).read_text(encoding="utf-8")
+            text = read_json_text(text)
         except (OSError, UnicodeDecodeError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CostModelError(

@@ -95,7 +95,8 @@ class GpuSpec(Record):
     """One product's data sheet. Rates are dense (no sparsity) and per second; unknown is ``None``.
 
     ``memory_bytes`` is the capacity the driver reports, which is below the marketed size. ``measured_*`` is the best
-    rate a large matmul was seen to reach; ``seconds_per_operator`` is only set for a device that was probed.
+    rate a large matmul was seen to reach; ``seconds_per_operator`` is only set for a device that was probed. ``nvlink`` and
+    ``pcie`` are one direction between this GPU and the others of its machine (``nvlink``: any link of the cards' own).
     """
 
     name: str
@@ -113,6 +114,8 @@ class GpuSpec(Record):
     peak_fp8_flops_per_second: _FlopsPerSecond | None = None
     tdp_watts: float | None = Field(default=None, gt=0, le=1e6)
     l2_cache_bytes: int | None = Field(default=None, gt=0, le=2**50)
+    nvlink_bytes_per_second: float | None = Field(default=None, ge=1e6, le=1e18)
+    pcie_bytes_per_second: float | None = Field(default=None, ge=1e6, le=1e18)
     measured_bf16_matmul_flops_per_second: _FlopsPerSecond | None = None
     measured_fp32_matmul_flops_per_second: _FlopsPerSecond | None = None
     seconds_per_operator: float | None = Field(default=None, gt=0, le=1e3)
@@ -230,6 +233,7 @@ class Job(Record):
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = None
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
+    expert_imbalance: float | None = Field(default=None, ge=1, le=MAX_BATCH)
     optim: str | None = None
     torch_compile: bool | None = None
     use_liger_kernel: bool | None = None

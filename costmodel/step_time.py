@@ -11,15 +11,19 @@ same processor, so they add. Every constant stands in ``constants.py``; ``docs/f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from costmodel import constants as c
 from costmodel.adapters import AdaptedLinear, LayerAdapters, plan_adapters
+from costmodel.communication import Communication, communication, exposed_seconds
 from costmodel.defaults import ResolvedJob
+from costmodel.expert_load import ExpertLoad, relative_loads, split_over_ranks
 from costmodel.model_spec import Experts, Layer, ModelSpec
 from costmodel.specs import GpuSpec
 from costmodel.units import BYTES_PER_ELEMENT
 from costmodel.workload import (
     Batch,
+    Operators,
     attention_kernel,
     expected_experts_hit,
     flops,
@@ -33,12 +37,19 @@ _PASSES = ("forward", "recompute", "backward")
 _FIXED_GROUPS = frozenset({"optimizer", "dequantisation", "adapter_merge"})
 
 
+class Factors(TypedDict, total=False):
+    """What a calibration puts on the model, as arguments of :func:`step_time`."""
+
+    device_factor: float
+    host_factor: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of one optimizer step and where they go. ``by_group_seconds`` sums to ``step_seconds``."""
 
     step_seconds: float
-    bound_by: str  # compute | memory | host | expert_loop | dequantisation
+    bound_by: str  # compute | memory | host | expert_loop | dequantisation | communication
     forward_seconds: float
     backward_seconds: float  # recompute inside
     optimizer_seconds: float
@@ -113,11 +124,13 @@ def step_time(
     micro_batches: float | None = None,
     device_factor: float = 1.0,
     host_factor: float = 1.0,
+    expert_load: ExpertLoad | None = None,
+    expert_ranks: int = 1,
 ) -> StepTime | None:
     """Seconds of one optimizer step of ``micro_batches`` (default: the accumulation steps) batches like ``batch``.
 
-    ``None`` when the device's rate for the compute type is not known. Experts are
-    taken to be loaded evenly.
+    ``None`` when the device's rate for the compute type is not known. ``expert_load`` (default: the job's
+    ``expert_imbalance``, else even) and ``expert_ranks``: see :func:`imbalance_seconds`.
 
     The factors of a :class:`costmodel.calibration.Calibration`: ``device_factor`` is on the device time that grows with the
     tokens, ``host_factor`` on what a step takes however few they are (dispatch, expert loops, and the device's optimizer,
@@ -131,7 +144,8 @@ def step_time(
     is_cpu = gpu.vendor == "CPU"
     rate = ceiling * (1.0 if is_cpu else c.GEMM_EFFICIENCY)
     sums = _Sums(device_factor=device_factor, host_factor=host_factor)
-    _add_device_seconds(sums, model, job, gpu, batch, rate, accumulation, is_cpu)
+    load = expert_load if expert_load is not None else job.expert_imbalance
+    _add_device_seconds(sums, model, job, gpu, batch, rate, accumulation, is_cpu, load, expert_ranks)
 
     per_operator = (gpu.seconds_per_operator or c.SECONDS_PER_OPERATOR) * host_factor
     stack_factor = _stack_factor(job)
@@ -142,16 +156,9 @@ def step_time(
         "backward": counted.backward * per_operator * stack_factor,
         "optimizer": counted.optimizer * per_operator / accumulation,
     }
-    visit_seconds = _seconds_per_expert_visit(model) * host_factor
-    loop_seconds = counted.expert_visits * visit_seconds + counted.expert_operators * per_operator
-    if is_cpu:
-        loop_seconds = counted.expert_operators * per_operator
-    expert_calls = 0.0
-    if counted.expert_visits and job.quantization and not job.fused_experts:
-        recomputes = 1 if job.gradient_checkpointing else 0
-        expert_calls = counted.expert_visits / (1 + recomputes) * 3 * (2 + recomputes)
-        loop_seconds += expert_calls * c.OPERATORS_PER_QUANTIZED_CALL * per_operator
-    calls = max(0.0, counted.quantized_linear_calls - expert_calls) * c.OPERATORS_PER_QUANTIZED_CALL * per_operator
+    loop_by_pass = _loop_seconds(job, counted, per_operator * (1.0 if is_cpu else c.LOOP_OPERATOR_FACTOR))
+    loop_seconds = sum(loop_by_pass.values())
+    calls = counted.quantized_linear_calls * c.OPERATORS_PER_QUANTIZED_CALL * per_operator
     passes = 3 if job.gradient_checkpointing else 2
     for which in ("forward", "backward") if passes == 2 else _PASSES:
         host_by_pass[which] += calls / passes
@@ -160,11 +167,8 @@ def step_time(
     host = sum(host_by_pass.values())
     waits = is_cpu or job.framework in c.WAITING_FRAMEWORKS
     micro = _smooth_maximum(device, host, waits) + loop_seconds
-    loop_by_pass = {"forward": 0.4, "recompute": 0.0, "backward": 0.6, "optimizer": 0.0}
-    if job.gradient_checkpointing:
-        loop_by_pass = {"forward": 0.3, "recompute": 0.3, "backward": 0.4, "optimizer": 0.0}
     raw = {
-        which: _smooth_maximum(sums.by_pass[which], host_by_pass[which], waits) + loop_seconds * loop_by_pass[which]
+        which: _smooth_maximum(sums.by_pass[which], host_by_pass[which], waits) + loop_by_pass[which]
         for which in sums.by_pass
     }
     scale = micro * accumulation / sum(raw.values())
@@ -172,11 +176,17 @@ def step_time(
     groups["host"] = max(0.0, micro - loop_seconds - device) * accumulation
     if loop_seconds:
         groups["expert_loop"] = loop_seconds * accumulation
+    forward, backward = raw["forward"] * scale, (raw["recompute"] + raw["backward"]) * scale
+    sent = communication(model, job, gpu)
+    waits_forward, waits_backward = _exposed(sent, forward, backward, accumulation) if sent else (0.0, 0.0)
+    communicating = waits_forward + waits_backward
+    if communicating:
+        groups["communication"] = communicating
     return StepTime(
-        step_seconds=micro * accumulation,
-        bound_by=_bound_by(sums, device, host, loop_seconds, is_cpu),
-        forward_seconds=raw["forward"] * scale,
-        backward_seconds=(raw["recompute"] + raw["backward"]) * scale,
+        step_seconds=micro * accumulation + communicating,
+        bound_by=_bound_by(sums, device, host, loop_seconds, communicating / accumulation, is_cpu),
+        forward_seconds=forward + waits_forward,
+        backward_seconds=backward + waits_backward,
         optimizer_seconds=raw["optimizer"] * scale,
         by_group_seconds=groups,
         device_seconds=device * accumulation,
@@ -184,6 +194,45 @@ def step_time(
         expert_loop_seconds=loop_seconds * accumulation,
         regime=_regime(model, device, host, loop_seconds),
     )
+
+
+def imbalance_seconds(
+    model: ModelSpec,
+    job: ResolvedJob,
+    gpu: GpuSpec,
+    batch: Batch,
+    load: ExpertLoad,
+    *,
+    expert_ranks: int = 1,
+    device_factor: float = 1.0,
+    host_factor: float = 1.0,
+) -> float | None:
+    """Seconds of one optimizer step that the uneven ``load`` of the experts adds to an even one, all else equal.
+
+    ``load``: tokens of the busiest expert over the mean, or tokens (or shares) of each expert, or a row of those a layer.
+    Zero for an even load, and never less for one further from even (a mix of it and of an even one). Zero for a dense model;
+    ``None`` where the device's rate is not known.
+
+    On one GPU the products of a layer are the same in sum, in a loop as in a grouped kernel. What unevenness adds is that an
+    expert of few tokens is read from memory as whole as one of many, while the busy ones are bound by arithmetic: nothing
+    where all are bound by the same. With ``expert_ranks`` GPUs that hold a part of the experts each (expert parallelism),
+    all wait for the rank with most tokens. An expert without a token is counted as read: what its rest saves is left out.
+    A fixed capacity costs no seconds but tokens: :func:`costmodel.expert_load.dropped_token_fraction`.
+    """
+    factors = Factors(device_factor=device_factor, host_factor=host_factor)
+    uneven = step_time(model, job, gpu, batch, expert_load=load, expert_ranks=expert_ranks, **factors)
+    even = step_time(model, job, gpu, batch, expert_load=1.0, **factors)
+    return max(0.0, uneven.step_seconds - even.step_seconds) if uneven and even else None
+
+
+def _exposed(sent: Communication, forward: float, backward: float, accumulation: float) -> tuple[float, float]:
+    """Seconds of one optimizer step that the forward and the backward passes wait for other GPUs."""
+    piece = sent.first_piece_share
+    last = sent.backward_seconds + sent.last_backward_seconds
+    one_forward, one_backward = forward / accumulation, backward / accumulation
+    waits_forward = accumulation * exposed_seconds(sent.forward_seconds, one_forward, piece)
+    waits_backward = (accumulation - 1) * exposed_seconds(sent.backward_seconds, one_backward, piece)
+    return waits_forward, max(0.0, waits_backward) + exposed_seconds(last, one_backward, piece)
 
 
 def _smooth_maximum(device: float, host: float, waits: bool) -> float:
@@ -195,8 +244,16 @@ def _smooth_maximum(device: float, host: float, waits: bool) -> float:
     )
 
 
-def _seconds_per_expert_visit(model: ModelSpec) -> float:
-    return c.SECONDS_PER_EXPERT_VISIT.get(model.family, c.SECONDS_PER_EXPERT_VISIT["transformers"])
+def _loop_seconds(job: ResolvedJob, counted: Operators, per_operator: float) -> dict[str, float]:
+    """Seconds of a Python loop over experts by pass: each expert waits for its tokens' number, so nothing runs ahead."""
+    calls = counted.loop_quantized_calls * c.OPERATORS_PER_QUANTIZED_CALL
+    forward = (counted.loop_forward + calls) * per_operator
+    return {
+        "forward": forward,
+        "recompute": forward if job.gradient_checkpointing else 0.0,
+        "backward": (counted.loop_backward + calls) * per_operator,
+        "optimizer": 0.0,
+    }
 
 
 def _stack_factor(job: ResolvedJob) -> float:
@@ -210,13 +267,14 @@ def _regime(model: ModelSpec, device: float, host: float, loop: float) -> str:
     return f"moe_{regime}" if model.is_moe else regime
 
 
-def _bound_by(sums: _Sums, device: float, host: float, loop: float, is_cpu: bool) -> str:
+def _bound_by(sums: _Sums, device: float, host: float, loop: float, communicating: float, is_cpu: bool) -> str:
     dequantisation = sums.by_group.get("dequantisation", 0.0)
     candidates = {
         "compute": device - sums.memory_bound - dequantisation,
         "memory": sums.memory_bound,
         "dequantisation": dequantisation,
         "expert_loop": loop,
+        "communication": communicating,
         "host": host if host > device or is_cpu else 0.0,
     }
     return max(candidates, key=lambda name: candidates[name])
@@ -231,13 +289,18 @@ def _add_device_seconds(
     rate: float,
     accumulation: float,
     is_cpu: bool,
+    load: ExpertLoad | None,
+    expert_ranks: int,
 ) -> None:
     bandwidth = gpu.memory_bandwidth_bytes_per_second * (1.0 if is_cpu else c.BANDWIDTH_EFFICIENCY)
     device = _Device(sums, rate, bandwidth, c.GEMM_HALF_ROWS, BYTES_PER_ELEMENT[compute_dtype(job)])
+    family = model.family
     cache = None if is_cpu else (gpu.l2_cache_bytes or 0)
     for layer, adapted, count in plan_adapters(model, job).runs:
-        _add_products(device, job, layer, adapted, count, batch.num_tokens)
-        _add_elementwise(device, model, job, layer, adapted, count, batch.num_tokens, cache)
+        _add_products(device, job, layer, adapted, count, batch, family)
+        if load is not None and load != 1.0:
+            _add_imbalance(device, job, layer, adapted, count, batch, family, load, expert_ranks)
+        _add_elementwise(device, model, job, layer, adapted, count, batch, cache)
         if attention_kernel(job, layer) != "fused":
             # the score matrix goes through memory: product, scale, mask, softmax, cast, product
             moved = count * 24.0 * layer.attention.num_heads * batch.num_attended_pairs
@@ -254,7 +317,7 @@ def _add_device_seconds(
     trained = num_trainable_params(model, job)
     trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
     moves = c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED
-    seconds = trained * moves[trained_bytes == 4] / bandwidth / accumulation
+    seconds = trained * moves[trained_bytes == 4] / bandwidth / accumulation / job.sharding.parts(1)
     sums.add("optimizer", "optimizer", seconds, memory_bound=True)
 
 
@@ -271,16 +334,22 @@ class _Device:
 
     def product(self, which: str, group: str, rows: float, width_in: int, width_out: int, times: float) -> None:
         """``times`` matrix products (rows x in) · (in x out): by FLOPs or by bytes, whichever is longer."""
-        by_flops = 2.0 * width_in * width_out * (rows + self.half_rows) / self.flops_per_second
-        by_bytes = self.compute_bytes * (width_in * width_out + rows * (width_in + width_out)) / self.bytes_per_second
+        by_flops, by_bytes = self.product_seconds(rows, width_in, width_out)
         if times:
             self.sums.add(which, group, times * max(by_flops, by_bytes), memory_bound=by_bytes > by_flops)
 
+    def product_seconds(self, rows: float, width_in: int, width_out: int) -> tuple[float, float]:
+        """Seconds of one matrix product: (by its FLOPs, by its bytes)."""
+        by_flops = 2.0 * width_in * width_out * (rows + self.half_rows) / self.flops_per_second
+        by_bytes = self.compute_bytes * (width_in * width_out + rows * (width_in + width_out)) / self.bytes_per_second
+        return by_flops, by_bytes
+
 
 def _add_products(
-    device: _Device, job: ResolvedJob, layer: Layer, adapted: LayerAdapters, count: int, tokens: float
+    device: _Device, job: ResolvedJob, layer: Layer, adapted: LayerAdapters, count: int, batch: Batch, family: str
 ) -> None:
     """Linears, experts and routers of ``count`` equal layers, each pass."""
+    tokens = batch.num_tokens
     full, checkpointing = not job.is_peft, job.gradient_checkpointing
     for linear in layer.linears:
         group = "attention_linears" if linear.is_mixer else "router" if linear.place == "router" else "mlp"
@@ -291,9 +360,8 @@ def _add_products(
             device.product(which, group, tokens, linear.in_features, linear.out_features, float(times * count))
         device.quantized_weights += count * linear.in_features * linear.out_features
     for experts in layer.all_experts:
-        hit, rows = _expert_rows(experts, tokens)
-        trains_stack = full or any(each.num_matrices > 1 for each in adapted.parameters)
-        passes = {"forward": 1, "recompute": int(checkpointing), "backward": 2 if trains_stack else 1}
+        hit, rows = _expert_rows(experts, batch, family)
+        passes = _expert_passes(job, adapted)
         hidden, width = experts.hidden_size, experts.intermediate_size
         for which, times in passes.items():
             device.product(which, "experts", rows, hidden, width, times * count * (experts.num_matrices - 1) * hit)
@@ -309,10 +377,52 @@ def _add_products(
         _add_traffic(device, job, "adapter_merge", count * 24.0 * stacks, count * 12.0 * stacks)
 
 
-def _expert_rows(experts: Experts, tokens: float) -> tuple[float, float]:
-    """(experts that are visited, tokens in each)."""
-    hit = expected_experts_hit(experts.num_experts, experts.num_experts_computed, tokens)
-    return hit, tokens * experts.num_experts_computed / hit
+def _expert_passes(job: ResolvedJob, adapted: LayerAdapters) -> dict[str, int]:
+    """How often each pass multiplies by the experts' weights."""
+    trains_stack = not job.is_peft or any(each.num_matrices > 1 for each in adapted.parameters)
+    return {"forward": 1, "recompute": int(job.gradient_checkpointing), "backward": 2 if trains_stack else 1}
+
+
+def _add_imbalance(
+    device: _Device,
+    job: ResolvedJob,
+    layer: Layer,
+    adapted: LayerAdapters,
+    count: int,
+    batch: Batch,
+    family: str,
+    load: ExpertLoad,
+    num_ranks: int,
+) -> None:
+    """What the experts of ``count`` layers take beyond an even load, each expert by its own rows, or the busiest rank's."""
+    for experts in layer.all_experts:
+        if experts.runs_all:
+            continue
+        hit, rows = _expert_rows(experts, batch, family, num_ranks)
+        loads = relative_loads(load, experts.num_experts)
+
+        def seconds(rows: float, hidden: int, width: int, num_matrices: int) -> float:
+            into, out = device.product_seconds(rows, hidden, width), device.product_seconds(rows, width, hidden)
+            return (num_matrices - 1) * max(into) + max(out)
+
+        hidden, width, number = experts.hidden_size, experts.intermediate_size, experts.num_matrices
+        even = seconds(rows, hidden, width, number)
+        extra = 0.0
+        for row in loads:
+            ranks = split_over_ranks(row, num_ranks, dealt=isinstance(load, float | int))
+            extra += max(sum(seconds(rows * each, hidden, width, number) - even for each in rank) for rank in ranks)
+        extra *= count * hit / experts.num_experts / len(loads)
+        for which, times in _expert_passes(job, adapted).items():
+            device.sums.add(which, "expert_imbalance", times * extra)
+
+
+def _expert_rows(experts: Experts, batch: Batch, family: str, num_ranks: int = 1) -> tuple[float, float]:
+    """(experts that are visited, tokens in each), over the batches of all ranks that share the experts."""
+    tokens, visits = batch.num_tokens * num_ranks, experts.num_experts_computed
+    hit = expected_experts_hit(experts.num_experts, visits, tokens)
+    of_padding = min(float(experts.num_experts), c.EXPERTS_OF_PADDING.get(family, 0.0))
+    extra = max(0.0, of_padding - visits) * batch.num_padding_tokens * num_ranks
+    return hit, (tokens * visits + extra) / hit
 
 
 def _add_traffic(device: _Device, job: ResolvedJob, group: str, forward_bytes: float, backward_bytes: float) -> None:
@@ -329,10 +439,11 @@ def _add_elementwise(
     layer: Layer,
     adapted: LayerAdapters,
     count: int,
-    tokens: float,
+    batch: Batch,
     cache_bytes: int | None,
 ) -> None:
     """Norms, rotations, activations, residuals, adapters: bytes a token counted by hand, less what stays in the cache."""
+    tokens = batch.num_tokens
 
     def leaving_cache(rows: float) -> float:
         """Bytes that ``rows`` rows of one byte each send to memory: their share of the working set beside the cache's."""
@@ -347,7 +458,7 @@ def _add_elementwise(
     forward, backward = scale * (moved + adapters_forward), scale * (2 * moved + adapters_backward)
     is_fused = job.torch_compile or job.use_liger_kernel
     for experts in layer.all_experts:
-        hit, rows = _expert_rows(experts, tokens)
+        hit, rows = _expert_rows(experts, batch, model.family)
         moved = _activation_bytes(is_fused, experts.is_gated) * experts.intermediate_size + 24.0 * experts.hidden_size
         adapters_forward, adapters_backward = _adapter_traffic(job, adapted.expert_linears)
         scale = count * c.ELEMENTWISE_FACTOR * hit * leaving_cache(rows)

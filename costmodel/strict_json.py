@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+from typing import Any, Final
 
 from costmodel.errors import CostModelError, shown
+
+MAX_BYTES: Final = 10 * 1000 * 1000
+
+
+def read_json_text(path: str | os.PathLike[str]) -> str:
+    """The text of a small JSON file: a model's config, a DeepSpeed config. Raises ``OSError`` or ``ValueError``."""
+    with open(path, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES // 1_000_000} MB")
+    return data.decode("utf-8-sig")
 
 
 def parse_json(text: str, where: str) -> Any:

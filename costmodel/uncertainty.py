@@ -12,7 +12,7 @@ from typing import Any, Final
 from costmodel import constants as c
 from costmodel.catalog import DATA_FOLDER
 from costmodel.defaults import ResolvedJob
-from costmodel.memory import MemoryBreakdown, job_class
+from costmodel.memory import MemoryBreakdown
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec
 from costmodel.step_time import StepTime
@@ -22,31 +22,59 @@ INTERVAL_LEVEL: Final = 0.8
 _KNOWN_STACKS: Final = frozenset({"transformers", "trl", "axolotl", "llamafactory", "litgpt"})
 
 
-def step_interval_factor(job: ResolvedJob, gpu: GpuSpec, step: StepTime, distance: float = 0.0) -> float:
+def step_interval_factor(model: ModelSpec, job: ResolvedJob, gpu: GpuSpec, step: StepTime, distance: float = 0.0) -> float:
     """The step takes between ``seconds / factor`` and ``seconds * factor``.
 
-    The half width of the log is that of the regime (errors with a whole source left out). It is wider on a card or a stack
-    that no measured run covers, and with the ``distance`` of the nearest measured run (:func:`nearest_runs`).
+    The half width of the log is that of the regime (errors with a whole source left out). It is wider on a card, a stack or
+    a way to run experts that no measured run covers, on several GPUs, and with the ``distance`` of the nearest measured run
+    (:func:`nearest_runs`).
     """
     width = c.STEP_INTERVAL[step.regime]
     if gpu.name not in c.MEASURED_CARDS:
         width *= c.UNMEASURED_CARD_FACTOR
-    if job.framework not in _KNOWN_STACKS or job.torch_compile or job.use_liger_kernel:
+    own_experts = model.is_moe and not (step.expert_loop_seconds and model.family in c.MEASURED_EXPERT_LOOPS)
+    if job.framework not in _KNOWN_STACKS or job.torch_compile or job.use_liger_kernel or own_experts:
         width *= c.UNKNOWN_STACK_FACTOR
+    if job.num_gpus > 1:
+        width *= c.SEVERAL_GPUS_FACTOR
     width *= min(c.MAX_DISTANCE_FACTOR, 1.0 + c.WIDENING_PER_DISTANCE * max(0.0, distance - 1.0))
     return math.exp(width)
 
 
-def memory_interval(model: ModelSpec, job: ResolvedJob, memory: MemoryBreakdown, *, on_cpu: bool = False) -> tuple[int, int]:
-    """(low, high) of what the card shows, in bytes. Wider where the activations were held against no real module."""
-    width = c.MEMORY_INTERVAL[job_class(job)]
+def memory_interval(
+    model: ModelSpec,
+    job: ResolvedJob,
+    memory: MemoryBreakdown,
+    *,
+    on_cpu: bool = False,
+    varying_loss_bytes: float = 0.0,
+    capacity_bytes: int | None = None,
+) -> tuple[int, int]:
+    """(low, high) of what the card shows, in bytes. Wider where the activations were held against no real module.
+
+    ``varying_loss_bytes``: the loss of the longest batch where batches differ in length. The allocator then keeps blocks
+    that the next batch does not fit into, up to what the card has; it gives them back when memory is short, so the high
+    end goes beyond ``capacity_bytes`` only where the job itself may.
+    """
+    low_share, high_share = c.MEMORY_INTERVAL[memory_class(job)]
     low_context, high_context = (0, 0) if on_cpu else c.CUDA_CONTEXT_INTERVAL_BYTES
-    low = max(memory.peak_allocated_bytes, int(memory.peak_reserved_bytes * (1 - width)))
-    high = int(memory.peak_reserved_bytes * (1 + width))
+    low = max(memory.peak_allocated_bytes, int(memory.peak_reserved_bytes * low_share))
+    high = int(memory.peak_reserved_bytes * high_share)
     if not model.activations_checked:
         doubt = int(c.UNCHECKED_ACTIVATIONS_SHARE * memory.activations_bytes)
         low, high = low - doubt, high + doubt
-    return low + low_context, high + high_context
+    low, high = low + low_context, high + high_context
+    if varying_loss_bytes > 0 and not on_cpu:
+        shown = high + int(c.VARIABLE_LENGTH_HOLES[2] * varying_loss_bytes)
+        high = max(high, shown if capacity_bytes is None else min(shown, capacity_bytes))
+    return low, high
+
+
+def memory_class(job: ResolvedJob) -> str:
+    """What decides how far the memory may be off: a stack whose code was not read, else whether the base is quantised."""
+    if job.framework not in _KNOWN_STACKS:
+        return "unread"
+    return "quantised" if job.quantization else "plain"
 
 
 # --- the nearest measured runs ----------------------------------------------------------------------------------------

@@ -22,13 +22,15 @@ class Batch:
     """One micro-batch as the device sees it.
 
     ``num_tokens`` is what is computed (padding included), ``num_attended_pairs`` the sum over sequences of length times
-    length, ``num_head_tokens`` the positions that reach the output head.
+    length, ``num_head_tokens`` the positions that reach the output head, ``num_padding_tokens`` those of ``num_tokens`` that
+    hold no sample.
     """
 
     num_sequences: float
     num_tokens: float
     num_attended_pairs: float
     num_head_tokens: float
+    num_padding_tokens: float = 0.0
 
     @property
     def context_tokens(self) -> float:
@@ -405,9 +407,10 @@ class Operators:
     recompute: float
     backward: float
     optimizer: float
-    quantized_linear_calls: float  # calls into a 4- or 8-bit kernel library
-    expert_visits: float  # experts that a Python loop visits one by one, forward passes
-    expert_operators: float  # operators dispatched inside that loop, all passes
+    quantized_linear_calls: float  # calls into a 4- or 8-bit kernel library, outside a loop over experts
+    loop_forward: float  # inside a Python loop over experts, one forward pass
+    loop_backward: float
+    loop_quantized_calls: float  # calls into such a library inside that loop, each pass
 
 
 # Operators of one decoder layer, counted by tracing the real modules (transformers 5.24, peft 0.21): dense Llama, what
@@ -431,7 +434,7 @@ def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
     """Operators dispatched from Python; the host floor of an eager step is their number times a cost each."""
     adapters = plan_adapters(model, job)
     forward, backward = (float(value) for value in _MODEL_OPERATORS)
-    layers_forward = optimizer = quantized = visits = expert_operators = 0.0
+    layers_forward = optimizer = quantized = visits = loop_forward = loop_backward = 0.0
     recomputes = 1 if job.gradient_checkpointing else 0
     passes = 2 + recomputes
     for layer, adapted, count in adapters.runs:
@@ -454,12 +457,11 @@ def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
         )
         if layer.experts and job.experts_implementation == "eager":
             hit = expected_experts_hit(layer.experts.num_experts, layer.experts.num_experts_per_tok, batch.num_tokens)
-            visits += count * hit * (1 + recomputes)
+            visits += count * hit
             expert_forward = _EXPERT_OPERATORS[0] + (_ADAPTED_EXPERT_OPERATORS[0] if adapted.expert_linears else 0)
             expert_backward = _EXPERT_OPERATORS[1] + (_ADAPTED_EXPERT_OPERATORS[1] if adapted.expert_linears else 0)
-            expert_operators += count * hit * (expert_forward * (1 + recomputes) + expert_backward)
-            if job.quantization and not job.fused_experts:
-                quantized += count * hit * 3 * passes
+            loop_forward += count * hit * expert_forward
+            loop_backward += count * hit * expert_backward
             optimizer += count * _OPTIMIZER_OPERATORS["adapted_linear"] * adapted.num_experts * len(adapted.expert_linears)
         elif layer.experts:
             each_forward += _STACKED_EXPERTS_OPERATORS[0]
@@ -473,8 +475,9 @@ def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
         backward=backward,
         optimizer=optimizer,
         quantized_linear_calls=quantized,
-        expert_visits=visits,
-        expert_operators=expert_operators,
+        loop_forward=loop_forward,
+        loop_backward=loop_backward,
+        loop_quantized_calls=3 * visits if job.quantization and not job.fused_experts else 0.0,
     )
 
 

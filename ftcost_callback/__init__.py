@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ftcost_callback.callback import FTCostCallback
+    from ftcost_callback.monitor import FTCostMonitor
     from ftcost_callback.trainer_adapter import estimate_trainer
     from ftcost_callback.trainer_logs import attach
 
-__all__ = ["FTCostCallback", "attach", "estimate_trainer"]
+__all__ = ["FTCostCallback", "FTCostMonitor", "attach", "estimate_trainer"]
 
 _HOMES = {
     "FTCostCallback": "ftcost_callback.callback",
+    "FTCostMonitor": "ftcost_callback.monitor",
     "attach": "ftcost_callback.trainer_logs",
     "estimate_trainer": "ftcost_callback.trainer_adapter",
 }

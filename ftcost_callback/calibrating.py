@@ -107,12 +107,12 @@ def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) 
 
 
 def steady_steps(steps: Iterable[Step]) -> list[Step]:
-    """Without the first steps of each session."""
+    """Without the first steps of each session, and those that a profiler slowed down."""
     done: dict[int, int] = {}
     steady = []
     for step in steps:
         done[step.session_index] = done.get(step.session_index, 0) + 1
-        if done[step.session_index] > _WARM_UP_STEPS:
+        if done[step.session_index] > _WARM_UP_STEPS and not step.is_profiled:
             steady.append(step)
     return steady
 
@@ -123,15 +123,16 @@ def _taken(step: Step, accumulation: int, rows: int) -> _Taken | None:
     batches = step.num_micro_batches or accumulation
     if not step.num_tokens or not seconds > 0 or batches != accumulation or (step.throttle_reasons or 0) & _SLOWED_DOWN:
         return None
-    sequences = (step.num_samples or rows * batches) / batches
-    tokens = step.num_tokens / batches
+    per_rank = batches * (step.num_ranks or 1)  # a device's micro-batch, as a mean over the processes
+    sequences = (step.num_samples or rows * per_rank) / per_rank
+    tokens = step.num_tokens / per_rank
     return _Taken(
         seconds=seconds,
         num_sequences=sequences,
         num_tokens=tokens,
-        num_non_padding_tokens=(step.num_non_padding_tokens or step.num_tokens) / batches,
+        num_non_padding_tokens=(step.num_non_padding_tokens or step.num_tokens) / per_rank,
         longest_tokens=step.longest_sequence_tokens or tokens / sequences,
-        num_supervised_tokens=step.num_supervised_tokens / batches if step.num_supervised_tokens is not None else None,
+        num_supervised_tokens=step.num_supervised_tokens / per_rank if step.num_supervised_tokens is not None else None,
     )
 
 

@@ -12,7 +12,6 @@ import datetime
 import functools
 import inspect
 import logging
-import math
 import os
 import time
 import weakref
@@ -23,26 +22,27 @@ from typing import Any, Final, Literal, TypeVar
 from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
-from costmodel.specs import MAX_USD_PER_GPU_HOUR, GpuSpec, Price, parse_gpu
+from costmodel.specs import GpuSpec
+from ftcost_callback import trainer_adapter
+from ftcost_callback.arguments import BillingStart, checked_settings, default_sinks, process_age_seconds
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.dry_run import put_longest_first
+from ftcost_callback.live_model import parallel_size
 from ftcost_callback.live_run import LiveRun
-from ftcost_callback.records import PauseKind
-from ftcost_callback.run_file import read_ledger, read_run, run_file_path
-from ftcost_callback.session_plan import Identity, Plan, Settings, new_run_id
+from ftcost_callback.rank_run import RankRun
+from ftcost_callback.ranks import rank_file_path, tokens_counted
+from ftcost_callback.records import PauseKind, TokenCounts
+from ftcost_callback.rollouts import RolloutWatch
+from ftcost_callback.run_file import ranks_with_ledger, read_ledger, read_run, run_file_path
+from ftcost_callback.session_opening import Training
+from ftcost_callback.session_plan import Identity, Plan, new_run_id
 from ftcost_callback.sinks.base import Sink
 from ftcost_callback.sinks.routes import trackers_without_figures
 from ftcost_callback.wandb_guard import open_run_or_offline
 
 _log = logging.getLogger("ftcost_callback")
 
-PRICE_VARIABLE: Final = "FTCOST_USD_PER_GPU_HOUR"
-BILLING_VARIABLE: Final = "FTCOST_BILLING_STARTED_AT"
 _CALLBACK: Final = "callback"  # the part that is everything
-_MAX_PROCESS_AGE_SECONDS: Final = 30 * 24 * 3600.0
-
-_imported_at = time.time()
-_first_session_begun = False
 
 # Which callback measures a model: a second one in the same training does nothing.
 _owners: weakref.WeakKeyDictionary[Any, FTCostCallback] = weakref.WeakKeyDictionary()
@@ -74,8 +74,9 @@ class FTCostCallback(TrainerCallback):
     seconds or ``datetime``; also ``FTCOST_BILLING_STARTED_AT``); default: the start of this process.
     ``window_steps``: steps that count as recent. ``skip_first_steps``: steps of each session left out of rates.
     ``dry_run_steps``: train so many steps (20, say) with the longest batch first, print peak memory and the whole run's
-    projected total, and stop. ``profile_steps``: measure forward-backward and optimizer apart in the
-    first so many steps, which waits for the device there. ``wandb_every``: "log" or "step". ``gpu``: a catalogue name, or a
+    projected total, and stop. ``profile_steps``: (first, last), such as
+    (20, 25): put those steps under ``torch.profiler`` and record where their seconds go, by layer type and operator; they
+    are left out of speed and projection. ``wandb_every``: "log" or "step". ``gpu``: a catalogue name, or a
     described device (what ``probe_cpu()`` returns, say), in place of what is recognised. ``output_dir``: where
     ``_ftcost/run.jsonl`` goes, if not the Trainer's. ``wandb_guard``: open the W&B run ourselves, offline if its server
     cannot be reached, so that this cannot end training. ``sinks``: in place of console and W&B.
@@ -98,7 +99,7 @@ class FTCostCallback(TrainerCallback):
         predict: bool = True,
         calibration: Any = None,
         dry_run_steps: int | None = None,
-        profile_steps: int = 0,
+        profile_steps: tuple[int, int] | int | None = None,
         sample_period_seconds: float = 0.5,
         expert_load: bool = True,
         sinks: Sequence[Sink] | None = None,
@@ -109,31 +110,8 @@ class FTCostCallback(TrainerCallback):
         gpu: str | Mapping[str, Any] | GpuSpec | None = None,
         output_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        for name, value in (("window_steps", window_steps), ("dry_run_steps", dry_run_steps)):
-            _require(value is None or (isinstance(value, int) and value >= 1), name, value, "a whole number from 1 on")
-        for name, value in (("skip_first_steps", skip_first_steps), ("profile_steps", profile_steps)):
-            _require(isinstance(value, int) and value >= 0, name, value, "a whole number from 0 on")
-        for name, number in (
-            ("budget_usd", budget_usd),
-            ("budget_hours", budget_hours),
-            ("peak_flops_per_second", peak_flops_per_second),
-            ("sample_period_seconds", sample_period_seconds),
-        ):
-            _require(number is None or (math.isfinite(number) and number > 0), name, number, "a number above 0")
-        _require(wandb_every in ("log", "step"), "wandb_every", wandb_every, "'log' or 'step'")
-        _require(detail in ("default", "full"), "detail", detail, "'default' or 'full'")
-        _require(
-            not (stop_at_budget and budget_usd is None and budget_hours is None),
-            "stop_at_budget",
-            stop_at_budget,
-            "given together with budget_usd or budget_hours",
-        )
-        if cloud is not None:
-            from costmodel.catalog import find_cloud
-
-            cloud = find_cloud(cloud)
-        self._settings = Settings(
-            price=_given_price(usd_per_gpu_hour, look_in_environment=cloud is None),
+        self._settings = checked_settings(
+            usd_per_gpu_hour=usd_per_gpu_hour,
             cloud=cloud,
             tier=tier,
             budget_usd=budget_usd,
@@ -148,23 +126,22 @@ class FTCostCallback(TrainerCallback):
             sample_period_seconds=sample_period_seconds,
             expert_load=expert_load,
             wandb_every=wandb_every,
+            detail=detail,
             peak_flops_per_second=peak_flops_per_second,
-            gpu=_given_gpu(gpu),
+            gpu=gpu,
         )
-        self._billing_started_at = _epoch_seconds(
-            billing_started_at if billing_started_at is not None else os.environ.get(BILLING_VARIABLE) or None
-        )
-        self._sinks: list[Sink] = list(sinks) if sinks is not None else _default_sinks(detail)
+        self._billing = BillingStart(billing_started_at)
+        self._sinks: list[Sink] = list(sinks) if sinks is not None else default_sinks(detail)
         self._wandb_guard = wandb_guard
         self._output_dir = output_dir
         self._clock: Callable[[], float] = time.monotonic
         self._wall_clock: Callable[[], float] = time.time
         self._boundary = Boundary()
-        self._run: LiveRun | None = None
+        self._run: LiveRun | RankRun | None = None
+        self._rollouts = RolloutWatch(lambda: None, lambda: None)
         self._state: Any = None  # of the training this callback is in
         self._begun_at_step = 0
         self._train_batch_size: int | None = None
-        self._has_begun = False
 
     @property
     def sinks(self) -> list[Sink]:
@@ -193,6 +170,7 @@ class FTCostCallback(TrainerCallback):
             and state.train_batch_size != self._train_batch_size
         )
         before, self._run = self._run, None
+        self._rollouts.detach()
         same_run = before.abandon(retried_with=state.train_batch_size if shrunk else None) if before is not None else None
         self._state, self._begun_at_step = state, state.global_step
         model = kwargs["model"]
@@ -203,41 +181,68 @@ class FTCostCallback(TrainerCallback):
         order_note = None
         if self._settings.dry_run_steps is not None:  # on every process, so that their batches belong together
             order_note = self._order_batches(args, state, kwargs.get("train_dataloader"))
-        if not state.is_world_process_zero:
-            return
         if owner is not None and owner is not self:
             owner._release()  # left over from a training that was broken off
         _owners[model] = self
-        output_dir = self._output_dir if self._output_dir is not None else args.output_dir or "trainer_output"
+        output_dir = self._output_dir if self._output_dir is not None else _folder_of_training(args)
         self._train_batch_size = state.train_batch_size
+        plan = Plan.of(args, state, tensor_parallel_size=parallel_size(model, args, "tp_size"))
+        if not state.is_world_process_zero:
+            identity = same_run if same_run is not None and shrunk else _rank_identity(args, state, output_dir)
+            now = self._wall_clock()
+            self._run = rank_run = RankRun(
+                self._settings,
+                identity,
+                plan,
+                self._boundary,
+                rank=args.process_index,
+                output_dir=output_dir,
+                process_started_at=now - process_age_seconds(now),
+                clock=self._clock,
+            )
+            rank_run.begin(Training(model=model, device=args.device, steps_done=state.global_step))
+            self._watch_rollouts(rank_run)
+            return
         identity = same_run if same_run is not None and shrunk else self._identity(args, state, output_dir)
-        startup_seconds, started_at = (0.0, self._wall_clock()) if identity is same_run else self._startup()
+        now = self._wall_clock()
+        startup_seconds, started_at = (0.0, now) if identity is same_run else self._billing.seconds_until(now)
         if missing := trackers_without_figures(args.report_to, self._sinks):
             note = f"{', '.join(missing)}: no figures of ours; ftcost_callback.attach(trainer) brings the main ones there"
             identity = dataclasses.replace(identity, notes=(*identity.notes, note))
-        self._run = LiveRun(
+        self._run = live_run = LiveRun(
             self._settings,
             identity,
-            Plan.of(args, state),
+            plan,
             self._boundary,
             sinks=self._sinks,
             output_dir=output_dir,
             clock=self._clock,
             order_note=order_note,
         )
-        loader = kwargs.get("train_dataloader")
-        objects = {
-            "model": model,
-            "args": args,
-            "state": state,
-            "optimizer": kwargs.get("optimizer"),
-            "train_dataset": getattr(loader, "dataset", None),
-            "eval_dataset": _eval_dataset(),
-            "processing_class": kwargs.get("processing_class"),
-            "data_collator": getattr(loader, "collate_fn", None),
-            "gpu": self._settings.gpu,
-        }
-        self._run.begin(objects, startup_seconds=startup_seconds, started_at=started_at)
+        loader, gpu = kwargs.get("train_dataloader"), self._settings.gpu
+        training = Training(
+            model=model,
+            device=args.device,
+            steps_done=state.global_step,
+            read_job=lambda: trainer_adapter.job_from_objects(
+                model=model,
+                args=args,
+                state=state,
+                optimizer=kwargs.get("optimizer"),
+                train_dataset=getattr(loader, "dataset", None),
+                eval_dataset=_eval_dataset(),
+                processing_class=kwargs.get("processing_class"),
+                data_collator=getattr(loader, "collate_fn", None),
+                gpu=gpu,
+            ),
+        )
+        live_run.begin(training, startup_seconds=startup_seconds, started_at=started_at)
+        self._watch_rollouts(live_run)
+
+    def _watch_rollouts(self, run: LiveRun | RankRun) -> None:
+        """Where the trainer generates what it trains on."""
+        self._rollouts = RolloutWatch(run.rollout_begins, run.rollout_ends)
+        self._boundary.call("rollouts", lambda: self._rollouts.attach(_trainer()))
 
     def _order_batches(self, args: Any, state: Any, loader: Any) -> str | None:
         try:
@@ -254,6 +259,7 @@ class FTCostCallback(TrainerCallback):
     @_guarded
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, self._run = self._run, None
+        self._rollouts.detach()
         self._state = self._train_batch_size = None
         if run is not None:
             try:
@@ -263,25 +269,9 @@ class FTCostCallback(TrainerCallback):
 
     def _release(self) -> None:
         run, self._run = self._run, None
+        self._rollouts.detach()
         if run is not None:
             run.release()
-
-    def _startup(self) -> tuple[float, float]:
-        """(seconds from the start of the bill to now, epoch seconds of that start)."""
-        global _first_session_begun
-        now = self._wall_clock()
-        is_first, _first_session_begun = not _first_session_begun, True
-        if self._billing_started_at is not None and not self._has_begun:
-            started_at = self._billing_started_at
-            if started_at > now:
-                _log.warning("ftcost: billing_started_at lies in the future; the bill starts now")
-                started_at = now
-        elif is_first:
-            started_at = now - process_age_seconds(now)
-        else:
-            started_at = now  # a later training in one process: what lay between is not this run's
-        self._has_begun = True
-        return now - started_at, started_at
 
     def _identity(self, args: Any, state: Any, output_dir: str | os.PathLike[str]) -> Identity:
         """Which run this is: the one whose checkpoint is resumed, or a new one."""
@@ -307,7 +297,8 @@ class FTCostCallback(TrainerCallback):
                 crossed_thresholds=ledger.crossed_thresholds,
                 earlier_pace=ledger.pace,
             )
-            return _with_unsaved_tail(identity, run_file_path(output_dir))
+            identity = _with_unsaved_tail(identity, run_file_path(output_dir))
+            return _with_tokens_of_ranks_gone(identity, folder, num_processes=args.world_size)
         note = f"resumed from step {state.global_step}, {why}: time, tokens and dollars begin here"
         _log.warning("ftcost: %s", note)
         return Identity(run_id=new_run_id(), resumed_from_step=state.global_step, notes=(note,))
@@ -324,20 +315,15 @@ class FTCostCallback(TrainerCallback):
         if self._run is not None:
             self._run.micro_batch_ends()
 
-    # These two are only of use while profiling, and come with every step.
-
+    @_guarded
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._settings.profile_steps:
-            self._phase_ends()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._settings.profile_steps:
-            self._phase_ends()
+        if self._run is not None:
+            self._run.optimizer_begins()
 
     @_guarded
-    def _phase_ends(self) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None:
-            self._run.phase_ends()
+            self._run.optimizer_ends()
 
     @_guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -381,7 +367,7 @@ class FTCostCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._run is not None and not self._run.in_step:
             self._run.pause("save")
-            self._run.save_ledger(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            self._run.save_ledger(Path(_folder_of_training(args)) / f"checkpoint-{state.global_step}")
 
 
 def _pauses_to_come(control: Any) -> frozenset[PauseKind]:
@@ -403,7 +389,23 @@ def _training_loop_locals() -> Mapping[str, Any]:
 
 def _eval_dataset() -> Any:
     """What the Trainer will evaluate on. Its loader, which callbacks are handed, is only made at the first evaluation."""
-    return getattr(_training_loop_locals().get("self"), "eval_dataset", None)
+    return getattr(_trainer(), "eval_dataset", None)
+
+
+def _trainer() -> Any:
+    """The Trainer whose training loop this is."""
+    return _training_loop_locals().get("self")
+
+
+def _folder_of_training(args: Any) -> str:
+    """Where the Trainer puts its checkpoints: ``output_dir``, or a trial's own folder in a hyperparameter search."""
+    folder = args.output_dir
+    if (trial := _training_loop_locals().get("trial")) is not None:
+        try:
+            folder = _trainer()._get_output_dir(trial)
+        except Exception:  # not public, and it asks the search's own library
+            _log.debug("ftcost: the trial's own folder is not known", exc_info=True)
+    return str(folder or "trainer_output")
 
 
 def _checkpoint_candidates(args: Any, state: Any) -> list[Path]:
@@ -413,14 +415,14 @@ def _checkpoint_candidates(args: Any, state: Any) -> list[Path]:
     would not survive a move of the checkpoint to another folder.
     """
     candidates: list[Any] = [_training_loop_locals().get("resume_from_checkpoint")]
-    candidates += [args.resume_from_checkpoint, Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"]
+    candidates += [args.resume_from_checkpoint, Path(_folder_of_training(args)) / f"checkpoint-{state.global_step}"]
     return [Path(each) for each in candidates if isinstance(each, (str, os.PathLike)) and str(each)]
 
 
 def _with_unsaved_tail(identity: Identity, run_file: Path) -> Identity:
     """Add what the run did after the checkpoint was written, where its record is at hand."""
     try:
-        record = read_run(run_file, run_id=identity.run_id)
+        record = read_run(run_file, run_id=identity.run_id, all_ranks=False)
     except (CostModelError, OSError):
         return identity
     earlier = identity.earlier
@@ -440,81 +442,31 @@ def _with_unsaved_tail(identity: Identity, run_file: Path) -> Identity:
     )
 
 
-def process_age_seconds(now: float) -> float:
-    """Seconds since this process started; where the system does not say, since this module was imported.
-
-    ``now``: epoch seconds. Linux: field 22 of /proc/self/stat, clock ticks since boot (proc(5)).
-    """
-    try:
-        stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
-        started_ticks = int(stat.rpartition(")")[2].split()[19])  # the name in brackets may hold spaces
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        age = -1.0
-    return age if 0 <= age <= _MAX_PROCESS_AGE_SECONDS else max(0.0, now - _imported_at)
+def _with_tokens_of_ranks_gone(identity: Identity, checkpoint_dir: Path, *, num_processes: int) -> Identity:
+    """Add what processes had counted that this session no longer has."""
+    earlier = identity.earlier
+    for rank in ranks_with_ledger(checkpoint_dir):
+        ledger = read_ledger(checkpoint_dir, rank=rank) if rank >= num_processes else None
+        if ledger is not None and earlier is not None:
+            earlier = earlier.plus_tokens(TokenCounts(num_samples=0, **ledger.totals.tokens))
+    return dataclasses.replace(identity, earlier=earlier)
 
 
-def _require(is_right: bool, name: str, value: object, wanted: str) -> None:
-    if not is_right:
-        raise CostModelError(f"{name} must be {wanted}, got {value!r}")
-
-
-def _given_gpu(gpu: str | Mapping[str, Any] | GpuSpec | None) -> str | Mapping[str, Any] | None:
-    """Checked here, so that a wrong name is said before the training starts. Raises :class:`CostModelError`."""
-    if gpu is None:
-        return None
-    if isinstance(gpu, str):
-        from costmodel.catalog import find_gpu
-
-        return find_gpu(gpu).name
-    return parse_gpu(gpu).model_dump(exclude_none=True)
-
-
-def _given_price(usd_per_gpu_hour: float | None, *, look_in_environment: bool) -> Price | None:
-    value: Any = usd_per_gpu_hour
-    source = "given"
-    if value is None and look_in_environment:
-        value, source = os.environ.get(PRICE_VARIABLE) or None, PRICE_VARIABLE
-    if value is None:
-        return None
-    name = "usd_per_gpu_hour" if source == "given" else source
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    _require(
-        0 < number <= MAX_USD_PER_GPU_HOUR, name, value, "a positive number of dollars an hour (leave it out for hours)"
-    )
-    return Price(usd_per_gpu_hour=number, usd_per_instance_hour=number, source=source)
-
-
-def _epoch_seconds(moment: str | float | datetime.datetime | None) -> float | None:
-    """Epoch seconds of a moment; a time without a zone is UTC."""
-    if moment is None:
-        return None
-    if isinstance(moment, str):
-        moment = _moment_from_text(moment)
-    if isinstance(moment, datetime.datetime):
-        zoned = moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
-        return zoned.timestamp()
-    _require(math.isfinite(moment), "billing_started_at", moment, "a moment")
-    return float(moment)
-
-
-def _moment_from_text(text: str) -> float | datetime.datetime:
-    try:
-        return float(text)
-    except ValueError:
-        pass
-    try:
-        return datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
-    except ValueError:
-        raise CostModelError(
-            f"billing_started_at must be ISO 8601 (2026-08-17T09:30:00Z) or epoch seconds, got {text!r}"
-        ) from None
-
-
-def _default_sinks(detail: Literal["default", "full"]) -> list[Sink]:
-    from ftcost_callback.sinks import ConsoleSink, WandbSink
-
-    return [ConsoleSink(), WandbSink(detail)]
+def _rank_identity(args: Any, state: Any, output_dir: str | os.PathLike[str]) -> Identity:
+    """What this process, which is not the main one, had counted before; which run it was is read from the main record."""
+    rank = args.process_index
+    for folder in _checkpoint_candidates(args, state) if state.global_step else ():
+        try:
+            ledger = read_ledger(folder, rank=rank)
+        except CostModelError:
+            continue
+        if ledger is None or ledger.global_step != state.global_step:
+            continue
+        earlier, furthest_step = ledger.totals, ledger.global_step
+        counted = tokens_counted(rank_file_path(run_file_path(output_dir), rank), ledger.run_id)
+        if counted is not None and (counted.num_tokens or 0) > (earlier.num_tokens or 0):
+            earlier = dataclasses.replace(earlier, **dataclasses.asdict(counted))  # with the unsaved tail
+        return Identity(
+            run_id=ledger.run_id, session_index=ledger.session_index + 1, earlier=earlier, furthest_step=furthest_step
+        )
+    return Identity(run_id="")

@@ -13,19 +13,22 @@ _MIN_CAUSE_SHARE: Final = 0.3  # of the excess; what explains less is not named 
 _TOP_GROUP_SHARE: Final = 0.3  # of the predicted step; below it, no single term stands out
 
 # The answer's groups of a step, in words.
-_GROUP_NAMES: Final = {
+GROUP_NAMES: Final = {
     "attention_linears": "the attention projections",
     "attention_scores": "attention scores",
     "mlp": "the MLP products",
     "experts": "the expert products",
     "expert_loop": "the Python loop over experts",
+    "expert_imbalance": "the uneven load of the experts",
     "router": "the router",
+    "scan": "the scans of Mamba and linear attention",
     "elementwise": "element-wise kernels",
     "adapters": "the LoRA adapters",
     "adapter_merge": "merging LoRA into the expert stacks",
     "head_and_loss": "the head and the loss",
     "dequantisation": "dequantising the weights",
     "optimizer": "the optimizer",
+    "communication": "communication between the GPUs",
     "host": "Python and kernel launches",
 }
 
@@ -52,6 +55,7 @@ class Measured:
     peak_allocated_bytes: int | None = None  # torch's, over training steps
     peak_reserved_bytes: int | None = None
     load_max_over_mean: float | None = None  # expert load, mean over layers
+    imbalance_step_seconds: float | None = None  # what that uneven load adds to a step, by the cost model
     throttle_reasons: int | None = None  # NVML bit mask, OR over the steps
     busy_fraction: float | None = None  # of the GPU
     processor_wait_fraction: float | None = None  # of the time, the training thread waited for a processor
@@ -146,7 +150,7 @@ def _cause_of_slowness(estimate: Mapping[str, Any], measured: Measured, ratios: 
             _more_tokens(predicted, ratios),
             _busy_machine(measured),
             _idle_gpu(estimate, measured),
-            _uneven_experts(estimate, measured),
+            _uneven_experts(measured),
         )
         if cause is not None and cause.seconds >= _MIN_CAUSE_SHARE * excess
     ]
@@ -201,17 +205,15 @@ def _idle_gpu(estimate: Mapping[str, Any], measured: Measured) -> _Cause | None:
     return _Cause(more, f"the GPU idles {1 - measured.busy_fraction:.0%} of the time waiting for the host; {advice}")
 
 
-def _uneven_experts(estimate: Mapping[str, Any], measured: Measured) -> _Cause | None:
-    """An uneven load costs where experts run one after another, and never more than their share of the step times it."""
-    uneven = measured.load_max_over_mean
-    if uneven is None or _job(estimate, "experts_implementation") != "eager":
+def _uneven_experts(measured: Measured) -> _Cause | None:
+    """What the cost model says an uneven load adds: the products are the same in sum, so it is often next to nothing."""
+    uneven, seconds = measured.load_max_over_mean, measured.imbalance_step_seconds
+    if uneven is None or not seconds:
         return None
-    groups = _groups(estimate)
-    experts = groups.get("experts", 0.0) + groups.get("expert_loop", 0.0)
     return _Cause(
-        (uneven - 1) * experts,
-        f"the busiest expert gets {uneven:.1f}x the average tokens and experts run one after another in Python; "
-        "experts_implementation='grouped_mm' runs them together",
+        seconds,
+        f"the busiest expert gets {uneven:.1f}x the average tokens, which adds {seconds:.2g} s to each step; a larger "
+        "router_aux_loss_coef, where the model has one, evens the load out",
     )
 
 
@@ -240,7 +242,7 @@ def _least_sure_term(estimate: Mapping[str, Any], measured: Measured) -> str:
     if name is None or share < _TOP_GROUP_SHARE:
         return f"{within}kernels are slower than modelled, none of them more than another; {calibrate}"
     advice = _kernel_advice(estimate, name) or calibrate
-    return f"{within}most likely {_GROUP_NAMES.get(name, name)} ({share:.0%} of the predicted step); {advice}"
+    return f"{within}most likely {GROUP_NAMES.get(name, name)} ({share:.0%} of the predicted step); {advice}"
 
 
 def _kernel_advice(estimate: Mapping[str, Any], group: str) -> str | None:

@@ -2,8 +2,8 @@
 
 transformers calls ``experts(hidden_states, top_k_index, top_k_weights)`` in nearly every MoE family; a pre-hook on
 those modules sees the choice made, whatever the router returns (with a score bias the top-k of its logits is not the
-choice). Inside the forward the index tensor is only kept; all layers are counted together when the window closes: one
-stack, one scatter, no wait for the device.
+choice). Inside the forward the index tensor is only kept; all layers are counted together, and those of several small
+forwards with them: one concatenation, one scatter, no wait for the device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from ftcost_callback.records import ExpertLoad, ExpertStatus
 
 _INDEX_ARGUMENTS: Final = ("top_k_index", "router_indices")
 _ROUTER_ATTRIBUTES: Final = ("gate", "router")
+_COUNT_ATTRIBUTES: Final = ("num_experts", "total_experts")  # LongCat's experts: the real ones and those that do nothing
 _NUM_EXPERTS_FIELDS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_CLASS: Final = re.compile(r"Experts|Router|MoE|Moe(?=[A-Z]|$)|SparseMLP|Top[12k]")
 # Families whose experts run, but not as their indices say (NllbMoeExperts encodes an already encoded mask).
 _UNSUPPORTED_CLASSES: Final = ("NllbMoeExperts",)
-_MAX_PENDING_BYTES: Final = 16 * 2**20
+_MAX_PENDING_BYTES: Final = 16 * 2**20  # kept inside one forward
+# Kept across forwards: where batches are small, steps are short, and counting some at once costs a fraction.
+_MAX_HELD_BYTES: Final = 2 * 2**20
+_MAX_HELD_FORWARDS: Final = 64
 
 # The counter whose window is open, for the operator below: a compiled graph cannot carry a Python object.
 _open_counter: ExpertLoadCounter | None = None
@@ -37,7 +41,7 @@ def _tap(index: Tensor) -> Tensor:
     """Identity on the expert indices whose body runs inside a compiled graph, also in its recomputation."""
     counter = _open_counter
     if counter is not None:
-        counter.guard(lambda: counter.seen(index))
+        counter.guard(lambda: counter.seen(index, is_compiled=True))
     return index.clone()
 
 
@@ -105,10 +109,8 @@ def find_expert_sites(model: nn.Module) -> list[ExpertSite]:
 
 def _num_experts(modules: dict[str, nn.Module], name: str, module: nn.Module) -> int | None:
     """From the live modules: the router's rows (under expert parallelism the experts module holds a share only)."""
-    counts = []
-    own = getattr(module, "num_experts", None)
-    if isinstance(own, int):
-        counts.append(own)
+    own = (getattr(module, attribute, None) for attribute in _COUNT_ATTRIBUTES)
+    counts = [count for count in own if isinstance(count, int)]
     parent_name = name.rpartition(".")[0]
     while parent_name and type(modules[parent_name]).__module__.startswith("peft."):
         parent_name = parent_name.rpartition(".")[0]
@@ -148,12 +150,16 @@ class ExpertLoadCounter:
         self.guard = guard
         self._sites: list[ExpertSite] = []
         self._handles: list[Any] = []
-        # (num_layers, 1 + most experts + 2): below 0, the experts, above them, padding
+        # (num_layers, 1 + most experts + 1): indices below 0, the experts, indices above them
         self._counts: Tensor | None = None
-        self._row_starts: Tensor | None = None  # (num_layers, 1, 1)
-        self._one: Tensor | None = None
+        self._ones: Tensor | None = None  # (1, experts per token)
+        self._held: list[tuple[list[Tensor], Tensor | None]] = []  # whole forwards: each layer's indices, real tokens
+        self._held_bytes = 0
         self._pending: list[Tensor] = []
         self._pending_bytes = 0
+        self._may_hold = True
+        self._are_alike = True  # the indices of the open forward have one shape
+        self._held_kind: tuple[int, bool] | None = None
         self._num_seen = 0  # experts calls of the open forward
         self._real: Tensor | None = None
         self._num_expert_columns = 0
@@ -179,7 +185,8 @@ class ExpertLoadCounter:
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
-        self._counts = None
+        self._counts = self._ones = None
+        self._held, self._held_bytes = [], 0
         self._unsupported = None
         self._reset()
         self._sites = find_expert_sites(model)
@@ -202,15 +209,23 @@ class ExpertLoadCounter:
         global _open_counter
         if not self._handles:
             return
-        self._real = forward.real_tokens
+        self._real, self._may_hold, self._are_alike = forward.real_tokens, True, True
         self._pending, self._pending_bytes, self._num_seen = [], 0, 0
         self.is_open = True
         _open_counter = self
 
-    def seen(self, index: Tensor) -> None:
-        """An experts module was given ``index``, (tokens, experts per token)."""
+    def seen(self, index: Tensor, *, is_compiled: bool = False) -> None:
+        """An experts module was given ``index``, (tokens, experts per token).
+
+        ``is_compiled``: the memory of a compiled graph, which its next call may write over.
+        """
+        if index.dim() != 2:
+            index = index.reshape(-1, index.shape[-1])
+        if self._pending and index.shape != self._pending[0].shape:
+            self._are_alike = False
         self._pending.append(index)
         self._pending_bytes += index.numel() * 8
+        self._may_hold &= not is_compiled
         if self._pending_bytes > _MAX_PENDING_BYTES:
             self._count_pending()
 
@@ -227,11 +242,43 @@ class ExpertLoadCounter:
         if not self.is_open:
             return
         try:
-            self._count_pending()
+            if self._can_be_held():
+                self._num_seen = len(self._pending)
+                self._hold(self._pending)
+            else:
+                self._count_pending()
             self._num_forwards += 1
             self._num_complete += self._num_seen == len(self._sites)
         finally:
             self.close_window()
+
+    def _can_be_held(self) -> bool:
+        """The whole forward is here, small, and no view that keeps a larger tensor alive."""
+        indices = self._pending
+        return (
+            len(indices) == len(self._sites)
+            and self._may_hold
+            and self._are_alike
+            and self._pending_bytes <= _MAX_HELD_BYTES
+            and indices[0].untyped_storage().nbytes() <= 2 * indices[0].nbytes
+        )
+
+    def _hold(self, indices: list[Tensor]) -> None:
+        """Keep a whole forward, to be counted together with others like it."""
+        real, top_k = self._fitting_real(indices[0]), indices[0].shape[1]
+        kind = (top_k, real is None)
+        if kind != self._held_kind:
+            self._count_held()
+            self._held_kind = kind
+        self._held.append((indices, real))
+        self._held_bytes += self._pending_bytes
+        if self._held_bytes > _MAX_HELD_BYTES or len(self._held) >= _MAX_HELD_FORWARDS:
+            self._count_held()
+
+    def _count_held(self) -> None:
+        held, self._held, self._held_bytes = self._held, [], 0
+        if held:
+            self._count(0, [indices for indices, _ in held], [real for _, real in held])
 
     def _count_pending(self) -> None:
         indices, first = self._pending, self._num_seen
@@ -239,36 +286,46 @@ class ExpertLoadCounter:
         self._num_seen += len(indices)
         if not indices or self._num_seen > len(self._sites):
             return  # more calls than modules: the order no longer tells the layer; close_forward sees the mismatch
-        if all(index.shape == indices[0].shape for index in indices):
-            self._scatter(first, torch.stack(indices))
+        if self._are_alike:
+            self._count(first, [indices], [self._fitting_real(indices[0])])
         else:
             for offset, index in enumerate(indices):
-                self._scatter(first + offset, index[None])
+                self._count(first + offset, [[index]], [self._fitting_real(index)])
 
-    def _scatter(self, first: int, index: Tensor) -> None:
-        """Add (layers, ..., experts per token) indices to the rows from ``first`` on."""
-        num_layers, top_k = index.shape[0], index.shape[-1]
-        index = index.long().reshape(num_layers, -1, top_k)
-        num_experts = self._num_expert_columns
+    def _fitting_real(self, index: Tensor) -> Tensor | None:
+        """Which of the tokens that chose are real; ``None``: all, or nobody can say."""
+        real, num_tokens = self._real, index.shape[0]
+        if real is None or real.numel() == num_tokens:
+            return real
+        self._odd_shape = (
+            f"the experts were given {num_tokens} rows for a batch of {real.numel()} positions, so padding is counted"
+        )
+        return None
+
+    def _count(self, first: int, forwards: list[list[Tensor]], reals: list[Tensor | None]) -> None:
+        """Add what each of ``forwards`` gave to its layers, (tokens, experts per token) each, to the rows from ``first``
+        on. Padding counts nothing; ``reals`` are all given or all ``None``.
+
+        Few operators, whatever the number of layers and forwards: each costs the training thread some microseconds.
+        """
+        layers = list(zip(*forwards, strict=True))
+        num_layers, num_experts, top_k = len(layers), self._num_expert_columns, forwards[0][0].shape[1]
+        index = torch.cat([index for layer in layers for index in layer])  # layer by layer
+        if index.dtype != torch.long:
+            index = index.long()
+        if self._counts is None:
+            self._counts = torch.zeros(len(self._sites), num_experts + 2, dtype=torch.long, device=index.device)
+        if self._ones is None or top_k != self._num_experts_per_tok:
+            self._num_experts_per_tok = top_k
+            self._ones = torch.ones(1, top_k, dtype=torch.long, device=index.device)
         # An index without an expert, scattered as it is, would write elsewhere or end a CUDA process.
-        column = index.clamp(-1, num_experts)
-        if self._real is not None:
-            if self._real.numel() == index.shape[1]:
-                column = torch.where(self._real.reshape(1, -1, 1), column, num_experts + 1)
-            else:
-                self._odd_shape = (
-                    f"the experts were given {index.shape[1]} rows for a batch of {self._real.numel()} positions, "
-                    "so padding is counted"
-                )
-        self._num_experts_per_tok = top_k
-        if self._counts is None or self._row_starts is None or self._one is None:
-            num_rows, device = len(self._sites), index.device
-            self._counts = torch.zeros(num_rows, num_experts + 3, dtype=torch.long, device=device)
-            # Where expert 0 of each row stands in the flat counts: behind the column of the indices below 0.
-            self._row_starts = (torch.arange(num_rows, device=device) * (num_experts + 3) + 1).reshape(-1, 1, 1)
-            self._one = torch.ones(1, dtype=torch.long, device=device)
-        flat = (column + self._row_starts[first : first + num_layers]).reshape(-1)
-        self._counts.view(-1).scatter_add_(0, flat, self._one.expand(flat.shape[0]))
+        column = index.add_(1).clamp_(0, num_experts + 1).view(num_layers, -1)
+        weights = self._ones[:, :1]
+        if known := [real.reshape(-1) for real in reals if real is not None]:
+            real = known[0] if len(known) == 1 else torch.cat(known)
+            weights = (real.view(-1, 1) * self._ones).view(1, -1)
+        rows = self._counts if num_layers == len(self._sites) else self._counts[first : first + num_layers]
+        rows.scatter_add_(1, column, weights.expand_as(column))
 
     def take(self, global_step: int, *, num_non_padding_tokens: int | None = None) -> ExpertLoad | None:
         """The load since the last call; reads the device. ``None``: dense model, or no training forward since then.
@@ -284,6 +341,7 @@ class ExpertLoadCounter:
             return None
         if self._num_forwards == 0:
             return None
+        self._count_held()
         if self._counts is None or self._num_complete == 0:
             reason = (
                 f"{self._num_forwards} training forwards, and no complete pass over the {len(self._sites)} experts "
@@ -294,7 +352,7 @@ class ExpertLoadCounter:
             return self._not_recorded(global_step, reason)
         counts: list[list[int]] = self._counts.tolist()
         tokens = [row[1 : 1 + site.num_experts] for row, site in zip(counts, self._sites, strict=True)]
-        num_without_expert = sum(row[0] + row[-2] for row in counts)
+        num_without_expert = sum(sum(row) - sum(of_experts) for row, of_experts in zip(counts, tokens, strict=True))
         status, doubt = self._judgement(tokens, num_without_expert, num_non_padding_tokens)
         self._reset()
         return ExpertLoad(

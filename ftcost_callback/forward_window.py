@@ -18,21 +18,30 @@ from torch import Tensor, nn
 
 
 class TrainingForward:
-    """The keyword arguments of one training forward, read without touching them."""
+    """The keyword arguments of one training forward, read without touching them.
+
+    ``batch_shape``: (rows, padded length) of the tokens, or ``None`` for a model that is not given tokens.
+    ``padding_mask``: (rows, length), 0 where a token is padding; ``None`` without such a mask.
+    """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
+        self.batch_shape = self._batch_shape()
+        mask = self.tensor("attention_mask")
+        # A mask of four dimensions says who attends to whom, not what is padding.
+        self.padding_mask = (
+            mask if mask is not None and self.batch_shape is not None and mask.shape == self.batch_shape else None
+        )
 
     def tensor(self, name: str) -> Tensor | None:
         value = self.arguments.get(name)
         return value if isinstance(value, Tensor) else None
 
-    @cached_property
-    def batch_shape(self) -> tuple[int, int] | None:
-        """(rows, padded length) of the tokens, or ``None`` for a model that is not given tokens."""
+    def _batch_shape(self) -> tuple[int, int] | None:
         ids = self.tensor("input_ids")
         if ids is not None:
-            return (ids.shape[0], ids.shape[1]) if ids.dim() == 2 else None
+            shape = ids.shape
+            return (shape[0], shape[1]) if len(shape) == 2 else None
         embeddings = self.tensor("inputs_embeds")
         if embeddings is None or embeddings.dim() != 3:
             return None
@@ -59,13 +68,6 @@ class TrainingForward:
         starts = self.sequence_starts
         positions = self._packed_positions
         return None if starts is None or positions is None else (positions != 0) | starts
-
-    @cached_property
-    def padding_mask(self) -> Tensor | None:
-        """(rows, length), 0 where a token is padding; ``None`` without such a mask."""
-        mask = self.tensor("attention_mask")
-        # A mask of four dimensions says who attends to whom, not what is padding.
-        return mask if mask is not None and mask.dim() == 2 and tuple(mask.shape) == self.batch_shape else None
 
     @property
     def packed_positions(self) -> Tensor | None:

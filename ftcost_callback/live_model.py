@@ -293,3 +293,15 @@ def checkpointing_is_reentrant(model: Any) -> bool | None:
 def _base_model(model: Any) -> Any:
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model
+
+
+def parallel_size(model: Any, args: Any, name: str) -> int:
+    """``tp_size``, ``pp_size``, ``ep_size`` or ``fsdp_size`` as the model was loaded with (transformers'
+    ``DistributedConfig``) or as accelerate was told; 1 where nobody says."""
+    sources = (
+        getattr(getattr(model, "config", None), "distributed_config", None),
+        getattr(args, "parallelism_config", None),
+        model if name == "tp_size" else None,
+    )
+    sizes = [getattr(source, name, None) for source in sources]
+    return max((size for size in sizes if isinstance(size, int)), default=1)

@@ -56,6 +56,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("eval_seconds", "ftcost/time/eval_seconds", "s", "spent evaluating so far"),
     Metric("save_seconds", "ftcost/time/save_seconds", "s", "spent writing checkpoints so far"),
     Metric("other_seconds", "ftcost/time/other_seconds", "s", "neither training, evaluating, saving nor logging"),
+    Metric("rollout_seconds", "ftcost/time/rollout_seconds", "s", "spent generating and scoring what is trained on (GRPO)"),
     Metric(
         "step_seconds",
         "ftcost/speed/step_seconds",
@@ -67,7 +68,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "non_padding_tokens_per_second",
         "ftcost/speed/non_padding_tokens_per_second",
         "1/s",
-        "real tokens trained on, all GPUs, pauses left out",
+        "real tokens trained on, all GPUs (the main process's times their number), pauses left out",
         default=True,
     ),
     Metric(
@@ -91,6 +92,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         "1.00 = on plan, above = slower",
         default=True,
     ),
+    Metric("forward_seconds", "ftcost/speed/forward_seconds", "s", "the forwards of one optimizer step"),
+    Metric(
+        "backward_seconds",
+        "ftcost/speed/backward_seconds",
+        "s",
+        "its backwards, recomputation and gradient clipping inside",
+    ),
+    Metric("optimizer_seconds", "ftcost/speed/optimizer_seconds", "s", "the optimizer's own part of a step"),
     Metric("tokens_per_second", "ftcost/speed/tokens_per_second", "1/s", "computed tokens, padding inside"),
     Metric("supervised_tokens_per_second", "ftcost/speed/supervised_tokens_per_second", "1/s", "tokens that enter the loss"),
     Metric("samples_per_second", "ftcost/speed/samples_per_second", "1/s", "sequences trained on"),
@@ -134,7 +143,27 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     Metric("load_cv", "ftcost/moe/load_cv", "ratio", "standard deviation over mean of the experts' tokens"),
     Metric("dead_expert_fraction", "ftcost/moe/dead_expert_fraction", "fraction", "experts that got no token"),
+    Metric("num_dead_experts", "ftcost/moe/num_dead_experts", "experts", "that got no token, over all layers"),
     Metric("load_entropy", "ftcost/moe/load_entropy", "fraction", "entropy of the load over its maximum; 1 = balanced"),
+    Metric(
+        "worst_layer_load_max_over_mean",
+        "ftcost/moe/worst_layer_load_max_over_mean",
+        "ratio",
+        "busiest expert over the mean, in the least even layer",
+    ),
+    Metric(
+        "load_max_over_mean_vs_first_steps",
+        "ftcost/moe/load_max_over_mean_vs_first_steps",
+        "ratio",
+        "the last 20 steps' load_max_over_mean over the first 20 steps'; above 1 = tuning makes the load less even",
+    ),
+    Metric(
+        "imbalance_step_seconds",
+        "ftcost/moe/imbalance_step_seconds",
+        "s",
+        "what the uneven load adds to one optimizer step, by the cost model; 0 = nothing",
+    ),
+    Metric("imbalance_usd", "ftcost/moe/imbalance_usd", "USD", "what that has cost so far in this session"),
 )
 
 EXPERT_HISTOGRAM_KEY: Final = "ftcost/moe/load/{layer}"

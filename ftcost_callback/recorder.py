@@ -15,7 +15,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ftcost_callback.projection import StepMoments
 from ftcost_callback.records import PauseKind, TokenCounts
@@ -27,6 +27,7 @@ BUCKETS: Final = (
     "log_seconds",
     "startup_seconds",
     "other_seconds",
+    "rollout_seconds",
 )
 TOKEN_FIELDS: Final = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "num_samples")
 _KEPT_PAUSES: Final = 32  # of each kind, for the projection
@@ -34,7 +35,7 @@ _KEPT_PAUSES: Final = 32  # of each kind, for the projection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What the run took so far, over its sessions. The six buckets sum to ``wall_seconds``."""
+    """What the run took so far, over its sessions. The seven buckets sum to ``wall_seconds``."""
 
     train_seconds: float = 0.0  # of which data_wait_seconds
     eval_seconds: float = 0.0
@@ -42,6 +43,7 @@ class Totals:
     log_seconds: float = 0.0
     startup_seconds: float = 0.0
     other_seconds: float = 0.0
+    rollout_seconds: float = 0.0  # generating and scoring what is trained on
     data_wait_seconds: float = 0.0
     wasted_seconds: float = 0.0  # steps that an earlier session had done already, part of train_seconds
     num_steps: int = 0  # executed, repeated ones included
@@ -52,13 +54,19 @@ class Totals:
 
     @property
     def wall_seconds(self) -> float:
-        """Sum of the six buckets."""
+        """Sum of the seven buckets."""
         return sum(self.seconds.values())
 
     @property
     def seconds(self) -> dict[str, float]:
         """Bucket -> seconds."""
         return {bucket: getattr(self, bucket) for bucket in BUCKETS}
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The token counts that are known."""
+        names = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def plus(self, **amounts: float) -> Totals:
         """With ``amounts`` added to the named fields."""
@@ -119,6 +127,25 @@ class Pace:
         )
 
 
+Phase = Literal["forward", "backward", "optimizer", "rollout", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    """Of one optimizer step, over its micro-batches. What is none of these (moving batches, say) is left out."""
+
+    forward: float
+    backward: float  # recomputation and gradient clipping inside
+    optimizer: float
+
+    @classmethod
+    def of(cls, seconds: Mapping[Phase, float]) -> PhaseSeconds | None:
+        """``None`` for a step whose forward or whose optimizer nobody saw."""
+        if "forward" not in seconds or "optimizer" not in seconds:
+            return None
+        return cls(forward=seconds["forward"], backward=seconds.get("backward", 0.0), optimizer=seconds["optimizer"])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
     """One optimizer step. ``elapsed_seconds``: wall time of the run over all its sessions, at the step's end."""
@@ -129,8 +156,10 @@ class StepTiming:
     tokens: TokenCounts
     elapsed_seconds: float
     repeated: bool
-    is_warm_up: bool
+    is_warm_up: bool  # or slowed by a profiler: left out of rates
     num_micro_batches: int = 1
+    rollout_seconds: float = 0.0  # outside step_seconds
+    phases: PhaseSeconds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +176,7 @@ class StepAggregate:
     num_samples: int | None = 0
     sum_squared_sequence_tokens: float | None = 0.0
     longest_sequence_tokens: int | None = None
+    phases: PhaseSeconds | None = None  # means of a step; None once a step did not show them
 
     @property
     def step_seconds(self) -> float | None:
@@ -194,7 +224,16 @@ class _TokenSums:
 class _StepSums:
     """The running form of a :class:`StepAggregate`: nothing is built anew for each step."""
 
-    __slots__ = ("_data_wait_seconds", "_longest", "_num_micro_batches", "_squares", "_step_seconds", "_tokens", "num_steps")
+    __slots__ = (
+        "_data_wait_seconds",
+        "_longest",
+        "_num_micro_batches",
+        "_phases",
+        "_squares",
+        "_step_seconds",
+        "_tokens",
+        "num_steps",
+    )
 
     def __init__(self) -> None:
         self.num_steps = self._num_micro_batches = 0
@@ -202,8 +241,16 @@ class _StepSums:
         self._tokens = _TokenSums()
         self._squares: float | None = 0.0
         self._longest: int | None = None
+        self._phases: list[float] | None = [0.0, 0.0, 0.0]
 
-    def add(self, step_seconds: float, data_wait_seconds: float, num_micro_batches: int, counts: TokenCounts) -> None:
+    def add(
+        self,
+        step_seconds: float,
+        data_wait_seconds: float,
+        num_micro_batches: int,
+        counts: TokenCounts,
+        phases: PhaseSeconds | None = None,
+    ) -> None:
         self.num_steps += 1
         self._num_micro_batches += num_micro_batches
         self._step_seconds += step_seconds
@@ -213,6 +260,12 @@ class _StepSums:
         self._squares = None if squares is None or self._squares is None else self._squares + squares
         if longest is not None and (self._longest is None or longest > self._longest):
             self._longest = longest
+        if phases is None:
+            self._phases = None
+        elif self._phases is not None:
+            self._phases[0] += phases.forward
+            self._phases[1] += phases.backward
+            self._phases[2] += phases.optimizer
 
     @property
     def aggregate(self) -> StepAggregate:
@@ -228,7 +281,14 @@ class _StepSums:
             num_samples=tokens.num_samples,
             sum_squared_sequence_tokens=self._squares,
             longest_sequence_tokens=self._longest,
+            phases=self._mean_phases(),
         )
+
+    def _mean_phases(self) -> PhaseSeconds | None:
+        if self._phases is None or not self.num_steps:
+            return None
+        forward, backward, optimizer = (seconds / self.num_steps for seconds in self._phases)
+        return PhaseSeconds(forward=forward, backward=backward, optimizer=optimizer)
 
 
 class StepRecorder:
@@ -310,26 +370,36 @@ class StepRecorder:
         tokens: TokenCounts | None = None,
         ended_at: float | None = None,
         num_micro_batches: int = 1,
+        rollout_seconds: float = 0.0,
+        phases: PhaseSeconds | None = None,
+        is_profiled: bool = False,
     ) -> StepTiming:
-        """One optimizer step ends now, or ended at ``ended_at`` (clock time, when a device tells later)."""
+        """One optimizer step ends now, or ended at ``ended_at`` (clock time, when a device tells later).
+
+        ``rollout_seconds`` of it went into generating what it trains on: no part of its training time. ``is_profiled``: a
+        profiler slowed it down, so that it is left out of rates as warm-up is.
+        """
         counts = tokens if tokens is not None else TokenCounts()
-        seconds = self._advance(ended_at)
+        with_rollout = self._advance(ended_at)
+        rollout = min(max(0.0, rollout_seconds), with_rollout)
+        seconds = with_rollout - rollout
         data_wait = min(max(0.0, data_wait_seconds), seconds)
         repeated = global_step <= self._furthest_step
         self._seconds["train_seconds"] += seconds
+        self._seconds["rollout_seconds"] += rollout
         self._data_wait_seconds += data_wait
-        self._wasted_seconds += seconds if repeated else 0.0
+        self._wasted_seconds += with_rollout if repeated else 0.0
         self._num_steps += 1
         self._tokens.add(counts)
         self._num_session_steps += 1
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds
-        is_warm_up = self._num_session_steps <= self._skip_first_steps
+        is_warm_up = self._num_session_steps <= self._skip_first_steps or is_profiled
         if not is_warm_up:
-            self._recent.append((seconds, counts.num_tokens))
-            self._session.add(seconds, data_wait, num_micro_batches, counts)
-            self._report.add(seconds, data_wait, num_micro_batches, counts)
-            self.moments = self.moments.add(seconds, counts.num_tokens)
+            self._recent.append((with_rollout, counts.num_tokens))
+            self._session.add(seconds, data_wait, num_micro_batches, counts, phases)
+            self._report.add(seconds, data_wait, num_micro_batches, counts, phases)
+            self.moments = self.moments.add(with_rollout, counts.num_tokens)
         return StepTiming(
             global_step=global_step,
             step_seconds=seconds,
@@ -339,6 +409,8 @@ class StepRecorder:
             repeated=repeated,
             is_warm_up=is_warm_up,
             num_micro_batches=num_micro_batches,
+            rollout_seconds=rollout,
+            phases=phases,
         )
 
     def pause(self, kind: PauseKind, *, global_step: int = 0, ended_at: float | None = None) -> float:
@@ -378,7 +450,7 @@ class StepRecorder:
 
     @property
     def recent_step_seconds(self) -> tuple[float, ...]:
-        """The last ``window_steps`` measured steps, oldest first."""
+        """The last ``window_steps`` measured steps with their rollouts, oldest first: what a projection repeats."""
         return tuple(seconds for seconds, _ in self._recent)
 
     @property

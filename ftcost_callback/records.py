@@ -61,6 +61,8 @@ class Session(Row):
     earlier_seconds: dict[str, float] | None = None  # bucket -> seconds over earlier sessions
     earlier_tokens: dict[str, int] | None = None  # num_tokens, num_non_padding_tokens, num_supervised_tokens
     max_steps: int | None = None
+    num_processes: int | None = None  # that train this run; tokens and experts in this file are the main one's
+    tensor_parallel_size: int | None = None  # processes that are given the same batch
     loading_peak_allocated_bytes: int | None = None  # torch's high-water marks before the first step
     loading_peak_reserved_bytes: int | None = None
     job: dict[str, Any] | None = None
@@ -70,6 +72,19 @@ class Session(Row):
     budget: dict[str, Any] | None = None
     versions: dict[str, str] | None = None
     notes: list[str] | None = None  # what is not measured in this run, and why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSession(Row):
+    """One process other than the main one, in a file of its own (``run.rank1.jsonl``): whose rows follow."""
+
+    TYPE: ClassVar[str] = "rank_session"
+
+    rank: int
+    num_processes: int
+    run_id: str | None = None  # read from the main record; None: it could not be found
+    session_index: int | None = None
+    earlier_tokens: dict[str, int] | None = None  # of this rank in earlier sessions, by the ledger of the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +141,18 @@ class Step(Row):
     step_seconds: float
     num_steps: int | None = None  # in a very long run a row stands for several steps: seconds and tokens are their means
     data_wait_seconds: float | None = None
+    rollout_seconds: float | None = None  # generating and scoring what the step trains on (GRPO); outside step_seconds
     num_micro_batches: int | None = None
+    num_ranks: int | None = None  # set by readers: the processes whose tokens are summed here
     num_tokens: int | None = None
     num_non_padding_tokens: int | None = None
     num_supervised_tokens: int | None = None
     num_samples: int | None = None
     longest_sequence_tokens: int | None = None
-    forward_backward_seconds: float | None = None
+    forward_seconds: float | None = None  # of its micro-batches together
+    backward_seconds: float | None = None  # recomputation and gradient clipping inside
     optimizer_seconds: float | None = None
+    is_profiled: bool | None = None  # true: slowed by a profiler, and left out of speed and projection
     repeated: bool | None = None  # true: this global_step had been done before the resume (waste)
     busy_fraction: float | None = None
     sm_active_fraction: float | None = None
@@ -178,6 +197,31 @@ class ExpertLoad(Row):
     num_experts_per_tok: int | None = None
     status: ExpertStatus = "recorded"
     reason: str | None = None
+    # What it means, from this row's counts and those of the stretches of steps before it.
+    load_max_over_mean: float | None = None  # mean over layers; 1 = balanced
+    worst_layer: str | None = None
+    worst_layer_load_max_over_mean: float | None = None
+    num_dead_experts: int | None = None  # without a token since the last such row
+    load_max_over_mean_vs_first_steps: float | None = None  # above 1: less even than in the run's first steps
+    imbalance_step_seconds: float | None = None  # what uneven load adds to a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(Row):
+    """A few steps under ``torch.profiler``: means over them. Each of the mappings sums to ``step_seconds``."""
+
+    TYPE: ClassVar[str] = "profile"
+
+    global_step: int  # the last of them
+    num_steps: int
+    step_seconds: float  # without data wait; with what the profiler itself costs
+    layer_type_seconds: dict[str, float] | None = None  # attention, experts, router, norms, ..., other; idle of a GPU
+    operator_seconds: dict[str, float] | None = None  # matmul, dequantisation, softmax, top_k, elementwise, ..., host
+    phase_seconds: dict[str, float] | None = None  # forward, recompute, backward, optimizer, other
+    by_group_seconds: dict[str, float] | None = None  # the estimate's groups, to hold against its by_group_seconds
+    cells: list[dict[str, Any]] | None = None  # layer_type x operator x phase -> seconds, num_calls
+    top_operators: list[dict[str, Any]] | None = None  # torch's or the kernels' own names, the longest first
+    reason: str | None = None  # why layer types are not told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,16 +274,21 @@ class Summary(Row):
     log_seconds: float
     startup_seconds: float
     other_seconds: float
+    rollout_seconds: float | None = None  # None: nothing is generated in training
     wasted_seconds: float | None = None  # repeated steps and the unsaved tail of crashed sessions, part of the above
     num_steps: int | None = None
-    num_tokens: int | None = None
+    num_tokens: int | None = None  # of the main process; readers replace it by the sum over all of them
     num_non_padding_tokens: int | None = None
     num_supervised_tokens: int | None = None
     spent_usd: float | None = None
     step_seconds_mean: float | None = None  # warm-up left out
     first_step_seconds: float | None = None
     non_padding_tokens_per_second: float | None = None
+    forward_seconds_mean: float | None = None  # of a step, warm-up left out
+    backward_seconds_mean: float | None = None
+    optimizer_seconds_mean: float | None = None
     mfu: float | None = None
+    expert_balance: dict[str, Any] | None = None  # of this session: mean, worst layer, dead experts, trend, what it costs
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     loading_peak_allocated_bytes: int | None = None
@@ -276,7 +325,7 @@ class TrainerLog:
         }
 
 
-ROW_TYPES: Final = {kind.TYPE: kind for kind in (Session, Step, Pause, ExpertLoad, Budget, OutOfMemory, Summary)}
+ROW_TYPES: Final = {kind.TYPE: kind for kind in (Session, Step, Pause, ExpertLoad, Profile, Budget, OutOfMemory, Summary)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +358,7 @@ class Window:
     eval_seconds: float | None = None
     save_seconds: float | None = None
     other_seconds: float | None = None
+    rollout_seconds: float | None = None
     # GPU
     busy_fraction: float | None = None
     sm_active_fraction: float | None = None
@@ -320,5 +370,13 @@ class Window:
     load_max_over_mean: float | None = None
     load_cv: float | None = None
     dead_expert_fraction: float | None = None
+    num_dead_experts: int | None = None
     load_entropy: float | None = None
+    worst_layer_load_max_over_mean: float | None = None
+    load_max_over_mean_vs_first_steps: float | None = None
+    imbalance_step_seconds: float | None = None
+    imbalance_usd: float | None = None
+    forward_seconds: float | None = None  # means of a step
+    backward_seconds: float | None = None
+    optimizer_seconds: float | None = None
     verdict: str | None = None

@@ -10,10 +10,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Final
 
 from costmodel.units import SECONDS_PER_HOUR
-from ftcost_callback.report_numbers import duration
+from ftcost_callback.report_numbers import duration, usd
 from ftcost_callback.report_run import ReportedRun
 from ftcost_callback.report_series import (
     MAX_POINTS,
@@ -24,6 +24,9 @@ from ftcost_callback.report_series import (
     stretch_ends,
     thin_min_max,
 )
+
+MAX_BUDGET_HEIGHT: Final = 1.5
+"""Times the highest curve: a budget above that is not drawn, since its line would press the curves flat."""
 
 Figure = dict[str, Any]
 Point = tuple[float, ...]
@@ -200,13 +203,17 @@ def cost_figure(run: ReportedRun) -> tuple[Figure, list[LegendEntry]] | None:
         style = {"color": "--accent", "width": 1.6, "dash": "dash"}
         traces.append(line(still_to_come, "--accent", name="still to spend", mode="lines", line=style))
         legend.insert(1, ("dash", "--accent", "still to spend, as projected"))
+    top = max(value for trace in traces for value in trace["y"] if value is not None)
     limit = _budget_limit(run, "usd" if priced else "hours")
     if limit is not None:
         value = limit if priced else limit * SECONDS_PER_HOUR / y_unit
-        traces.append(level(ends, value, "--text", name="budget", dash="solid"))
-        legend.append(("line", "--text", "budget"))
-
-    top = max(value for trace in traces for value in trace["y"] if value is not None)
+        text = usd(limit) if priced else duration(limit * SECONDS_PER_HOUR)
+        if value <= MAX_BUDGET_HEIGHT * top:
+            traces.append(level(ends, value, "--text", name="budget", dash="solid"))
+            legend.append(("line", "--text", f"budget {text}"))
+            top = max(top, value)
+        else:
+            legend.append(("line", "--text", f"budget {text}, above this chart"))
     y_axis: Figure = {"rangemode": "tozero"}
     if priced:
         digits = 0 if top >= 10 else 2 if top >= 0.2 else min(6, 2 - math.floor(math.log10(top or 1.0)))

@@ -10,9 +10,10 @@ from ftcost_callback.report_numbers import duration, percent, usd
 from ftcost_callback.report_run import ReportedRun, plan_ratio
 from ftcost_callback.report_series import finite, read_series, totals
 
-BUCKETS: Final = ("train", "eval", "save", "log", "startup", "other")
+BUCKETS: Final = ("train", "rollout", "eval", "save", "log", "startup", "other")
 _BUCKET_NAMES: Final = {
     "train": "training",
+    "rollout": "rolling out",
     "eval": "evaluating",
     "save": "saving",
     "log": "logging",

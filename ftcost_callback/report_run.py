@@ -88,8 +88,11 @@ class ReportedRun:
         if said is not None:
             return said
         columns = self.series.columns
-        sessions, seconds = columns["session_index"], columns["step_seconds"]
-        kept = [seconds[place] for place in range(1, len(seconds)) if sessions[place] == sessions[place - 1]]
+        sessions, seconds, is_profiled = columns["session_index"], columns["step_seconds"], columns["is_profiled"]
+        steady = (
+            place for place in range(1, len(seconds)) if sessions[place] == sessions[place - 1] and is_profiled[place] != 1
+        )
+        kept = [seconds[place] for place in steady]
         kept = kept or self.series.measured("step_seconds")
         return statistics.fmean(kept) if kept else None
 

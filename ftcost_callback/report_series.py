@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from costmodel.errors import CostModelError
-from ftcost_callback.records import SCHEMA_VERSION
+from ftcost_callback.ranks import RankRows, last_session
+from ftcost_callback.records import ROW_TYPES, SCHEMA_VERSION
 
 MAX_POINTS: Final = 2000
 """Points of one drawn series; beyond that a browser shows no more and the page only grows."""
@@ -35,9 +36,14 @@ STEP_COLUMNS: Final = (
     "num_steps",
     "step_seconds",
     "data_wait_seconds",
+    "rollout_seconds",
     "num_tokens",
     "num_non_padding_tokens",
     "num_supervised_tokens",
+    "forward_seconds",
+    "backward_seconds",
+    "optimizer_seconds",
+    "is_profiled",
     "repeated",
     "busy_fraction",
     "sm_active_fraction",
@@ -149,6 +155,7 @@ class RunSeries:
     sessions: list[dict[str, Any]] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
     budgets: list[dict[str, Any]] = field(default_factory=list)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] | None = None
     columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in STEP_COLUMNS})
     pause_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSE_KINDS, 0.0))
@@ -204,7 +211,7 @@ class Totals:
     """Seconds of a run over all its sessions; the buckets sum to ``wall_seconds``. ``spent_usd`` None: no price."""
 
     wall_seconds: float
-    bucket_seconds: dict[str, float]  # train (data_wait left out), data_wait, eval, save, log, startup, other
+    bucket_seconds: dict[str, float]  # train (data_wait left out), data_wait, rollout, eval, save, log, startup, other
     wasted_seconds: float
     spent_usd: float | None
     finished: bool
@@ -223,6 +230,7 @@ def totals(run: RunSeries) -> Totals:
         "train": train,
         "data_wait": run.total("data_wait_seconds") or 0.0,
         **run.pause_seconds,
+        "rollout": run.total("rollout_seconds") or 0.0,
         "startup": sum(finite(session.get("startup_seconds")) or 0.0 for session in run.sessions),
     }
     earlier = run.sessions[0].get("earlier_seconds") if run.sessions else None
@@ -248,7 +256,7 @@ def totals(run: RunSeries) -> Totals:
     # Whatever no row accounts for is billed as well: it is "other", so that the buckets sum to the wall time.
     rest = wall - (sum(seconds.values()) - seconds["other"])
     seconds["other"] = rest if rest > 1e-9 * wall else 0.0  # below that it is rounding
-    order = ("train", "data_wait", "eval", "save", "log", "startup", "other")
+    order = ("train", "data_wait", "rollout", "eval", "save", "log", "startup", "other")
     finished = run.summary is not None and run.summary.get("status", "finished") == "finished"
     return Totals(wall, {name: seconds[name] for name in order}, wasted, spent, finished)
 
@@ -290,6 +298,9 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.run = RunSeries(path)
         self.path = path
+        latest = last_session(path)
+        self.latest_run_id = str(latest["run_id"]) if latest is not None and latest.get("run_id") else None
+        self.ranks: RankRows | None = None  # of the latest run
         self.earlier_run_ids: list[str] = []
         self.num_lines = 0
         self.damaged: list[int] = []  # line numbers
@@ -311,6 +322,10 @@ class _Reader:
 
     def _take(self, row: dict[str, Any]) -> None:
         kind = row["type"]
+        if kind == "session" and self.ranks is None and str(row.get("run_id")) == self.latest_run_id:
+            self.ranks = RankRows(self.path, self.latest_run_id)
+        if self.ranks is not None:
+            row = dict(self.ranks.merged(row))
         if kind == "step":
             self._take_step(row)
         elif kind == "pause":
@@ -330,9 +345,11 @@ class _Reader:
                 self.faults.add(f"some expert loads were left out: {error}")
         elif kind == "budget":
             self.run.budgets.append(row)
+        elif kind == "profile":
+            self.run.profiles.append(row)
         elif kind == "summary":
             self.run.summary = row
-        else:
+        elif kind not in ROW_TYPES:
             self.foreign_types.add(kind)
 
     def _take_step(self, row: dict[str, Any]) -> None:
@@ -341,7 +358,9 @@ class _Reader:
             return
         get = row.get
         for name, column in self.run.columns.items():
-            value = get(name, 1 if name == "num_steps" else None)
+            value = get(name)
+            if value is None and name == "num_steps":
+                value = 1
             column.append(NOT_MEASURED if value is None or finite(value) is None else value)
 
     def _take_session(self, row: dict[str, Any]) -> None:
@@ -366,6 +385,7 @@ class _Reader:
                 "give the run.jsonl that FTCostCallback writes to OUTPUT_DIR/_ftcost"
             )
         remarks = sorted(self.faults)
+        remarks += self.ranks.remarks if self.ranks is not None else []
         if self.damaged == [self.num_lines]:
             remarks.append("the last line is cut off, as after a kill: it was left out")
         elif self.damaged:

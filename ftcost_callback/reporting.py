@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from costmodel.estimation import TokensSeen
 from ftcost_callback.comparison import Comparison, Measured, compare
-from ftcost_callback.expert_balance import ExpertBalance
+from ftcost_callback.expert_balance import BalanceStanding
 from ftcost_callback.projection import Projection
 from ftcost_callback.recorder import StepAggregate, Totals
 from ftcost_callback.records import GpuSample, Prediction, Step, Summary, Window
@@ -26,12 +26,14 @@ class Standing:
     steps: StepAggregate  # what the report is about: those since the last one, or the session's
     totals: Totals
     elapsed_seconds: float
+    num_replicas: int = 1  # processes with a batch of their own; ``steps`` and ``totals`` hold the main one's tokens
     spent_usd: float | None = None
     predicted_usd: float | None = None
     projection: Projection = field(default_factory=Projection)
     comparison: Comparison = field(default_factory=Comparison)
     gpu: GpuSample = field(default_factory=GpuSample)
-    balance: ExpertBalance | None = None
+    experts: BalanceStanding = field(default_factory=BalanceStanding)
+    imbalance_usd: float | None = None  # so far, over this session
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     loading_peak_allocated_bytes: int | None = None
@@ -58,24 +60,41 @@ def measured_of(
     processor_wait_fraction: float | None = None,
 ) -> Measured:
     """What :func:`compare` holds against an estimate."""
-    steps = standing.steps
+    steps, replicas = standing.steps, standing.num_replicas
     return Measured(
         num_steps=steps.num_steps,
         step_seconds=steps.step_seconds,
         data_wait_seconds=steps.data_wait_seconds,
-        num_tokens_per_step=steps.per_step(steps.num_tokens),
-        num_non_padding_tokens_per_step=steps.per_step(steps.num_non_padding_tokens),
-        tokens_per_second=steps.per_second(steps.num_tokens),
-        non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
+        num_tokens_per_step=_times(replicas, steps.per_step(steps.num_tokens)),
+        num_non_padding_tokens_per_step=_times(replicas, steps.per_step(steps.num_non_padding_tokens)),
+        tokens_per_second=_times(replicas, steps.per_second(steps.num_tokens)),
+        non_padding_tokens_per_second=_times(replicas, steps.per_second(steps.num_non_padding_tokens)),
         peak_allocated_bytes=standing.peak_allocated_bytes,
         peak_reserved_bytes=standing.peak_reserved_bytes,
-        load_max_over_mean=standing.balance.load_max_over_mean if standing.balance is not None else None,
+        load_max_over_mean=standing.experts.window.load_max_over_mean if standing.experts.window is not None else None,
+        imbalance_step_seconds=standing.experts.imbalance_step_seconds,
         throttle_reasons=throttle_reasons,
         busy_fraction=standing.gpu.busy_fraction,
         processor_wait_fraction=processor_wait_fraction,
         mfu=standing.mfu,
         dataloader_num_workers=dataloader_num_workers,
     )
+
+
+def _times(replicas: int, value: float | None) -> float | None:
+    return value * replicas if value is not None else None
+
+
+def summary_of_all(summary: Summary, num_replicas: int) -> Summary:
+    """With the tokens of all processes, taken to be as many on each as on the main one: what is shown as training ends.
+
+    The record keeps what the main process counted; readers add what the others did.
+    """
+    if num_replicas == 1:
+        return summary
+    names = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "non_padding_tokens_per_second")
+    scaled: dict[str, Any] = {name: _times(num_replicas, getattr(summary, name)) for name in names}
+    return dataclasses.replace(summary, **scaled)
 
 
 def tokens_seen(steps: StepAggregate) -> TokensSeen | None:
@@ -99,19 +118,20 @@ def tokens_seen(steps: StepAggregate) -> TokensSeen | None:
 def window_of(standing: Standing) -> Window:
     """What sinks are given."""
     steps, totals, projection = standing.steps, standing.totals, standing.projection
-    gpu, balance, ratios = standing.gpu, standing.balance, standing.comparison.ratios
+    gpu, balance, ratios = standing.gpu, standing.experts.window, standing.comparison.ratios
+    replicas = standing.num_replicas
     per_million: float | None = None
     if standing.spent_usd is not None and totals.num_supervised_tokens:
-        per_million = standing.spent_usd / totals.num_supervised_tokens * _MILLION
+        per_million = standing.spent_usd / (totals.num_supervised_tokens * replicas) * _MILLION
     return Window(
         global_step=standing.global_step,
         max_steps=standing.max_steps,
         num_steps=steps.num_steps,
         step_seconds=steps.step_seconds,
-        tokens_per_second=steps.per_second(steps.num_tokens),
-        non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
-        supervised_tokens_per_second=steps.per_second(steps.num_supervised_tokens),
-        samples_per_second=steps.per_second(steps.num_samples),
+        tokens_per_second=_times(replicas, steps.per_second(steps.num_tokens)),
+        non_padding_tokens_per_second=_times(replicas, steps.per_second(steps.num_non_padding_tokens)),
+        supervised_tokens_per_second=_times(replicas, steps.per_second(steps.num_supervised_tokens)),
+        samples_per_second=_times(replicas, steps.per_second(steps.num_samples)),
         data_wait_fraction=steps.data_wait_fraction,
         mfu=standing.mfu,
         hfu=standing.hfu,
@@ -128,6 +148,7 @@ def window_of(standing: Standing) -> Window:
         eval_seconds=totals.eval_seconds,
         save_seconds=totals.save_seconds,
         other_seconds=totals.other_seconds,
+        rollout_seconds=totals.rollout_seconds or None,
         busy_fraction=gpu.busy_fraction,
         sm_active_fraction=gpu.sm_active_fraction,
         memory_used_bytes=gpu.memory_used_bytes,
@@ -137,7 +158,15 @@ def window_of(standing: Standing) -> Window:
         load_max_over_mean=balance.load_max_over_mean if balance is not None else None,
         load_cv=balance.load_cv if balance is not None else None,
         dead_expert_fraction=balance.dead_expert_fraction if balance is not None else None,
+        num_dead_experts=balance.num_dead_experts if balance is not None else None,
         load_entropy=balance.load_entropy if balance is not None else None,
+        worst_layer_load_max_over_mean=balance.worst_layer_load_max_over_mean if balance is not None else None,
+        load_max_over_mean_vs_first_steps=standing.experts.vs_first_steps,
+        imbalance_step_seconds=standing.experts.imbalance_step_seconds,
+        imbalance_usd=standing.imbalance_usd,
+        forward_seconds=steps.phases.forward if steps.phases is not None else None,
+        backward_seconds=steps.phases.backward if steps.phases is not None else None,
+        optimizer_seconds=steps.phases.optimizer if steps.phases is not None else None,
         verdict=standing.comparison.verdict,
     )
 
@@ -175,6 +204,7 @@ def summary_of(
     predictions: Sequence[Prediction],
     measured: Measured,
     stopped_at_budget: bool,
+    expert_balance: dict[str, Any] | None = None,
 ) -> Summary:
     """The last row of a session: totals over the run, rates of this session."""
     totals, steps = standing.totals, standing.steps
@@ -192,6 +222,7 @@ def summary_of(
         log_seconds=totals.log_seconds,
         startup_seconds=totals.startup_seconds,
         other_seconds=totals.other_seconds,
+        rollout_seconds=totals.rollout_seconds or None,
         wasted_seconds=totals.wasted_seconds,
         num_steps=totals.num_steps,
         num_tokens=totals.num_tokens,
@@ -201,7 +232,11 @@ def summary_of(
         step_seconds_mean=steps.step_seconds,
         first_step_seconds=first_step_seconds,
         non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
+        forward_seconds_mean=steps.phases.forward if steps.phases is not None else None,
+        backward_seconds_mean=steps.phases.backward if steps.phases is not None else None,
+        optimizer_seconds_mean=steps.phases.optimizer if steps.phases is not None else None,
         mfu=standing.mfu,
+        expert_balance=expert_balance,
         peak_allocated_bytes=standing.peak_allocated_bytes,
         peak_reserved_bytes=standing.peak_reserved_bytes,
         loading_peak_allocated_bytes=standing.loading_peak_allocated_bytes,

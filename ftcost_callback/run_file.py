@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from costmodel.errors import CostModelError
+from ftcost_callback.ranks import RankRows
 from ftcost_callback.recorder import BUCKETS, TOKEN_FIELDS, Pace, Totals
 from ftcost_callback.records import (
     ROW_TYPES,
@@ -26,6 +27,7 @@ from ftcost_callback.records import (
     OutOfMemory,
     Pause,
     Prediction,
+    Profile,
     Row,
     Session,
     Step,
@@ -36,6 +38,7 @@ from ftcost_callback.records import (
 FOLDER_NAME: Final = "_ftcost"  # the underscore keeps push_to_hub from publishing it
 FILE_NAME: Final = "run.jsonl"
 LEDGER_NAME: Final = "ftcost_ledger.json"
+RANK_LEDGER_NAME: Final = "ftcost_ledger.rank{}.json"
 FULL_STEPS: Final = 50_000  # about 15 MB; a fine-tune rarely has more
 
 _RowType = TypeVar("_RowType", bound=Row)
@@ -129,7 +132,14 @@ class StepThinner:
 
 
 _STEP_FIELDS: Final = tuple(each.name for each in dataclasses.fields(Step))
-_STEP_SECONDS: Final = ("step_seconds", "data_wait_seconds", "forward_backward_seconds", "optimizer_seconds")
+_STEP_SECONDS: Final = (
+    "step_seconds",
+    "data_wait_seconds",
+    "rollout_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "optimizer_seconds",
+)
 _STEP_COUNTS: Final = (*TOKEN_FIELDS, "num_micro_batches")
 
 
@@ -195,17 +205,29 @@ _LEDGER_FIELDS: Final = (
 )
 
 
-def write_ledger(checkpoint_dir: str | os.PathLike[str], ledger: Ledger) -> None:
+def ledger_path(checkpoint_dir: str | os.PathLike[str], rank: int = 0) -> Path:
+    """Of the main process, or of another one."""
+    return Path(checkpoint_dir) / (RANK_LEDGER_NAME.format(rank) if rank else LEDGER_NAME)
+
+
+def ranks_with_ledger(checkpoint_dir: str | os.PathLike[str]) -> list[int]:
+    """The processes other than the main one that left a ledger there."""
+    prefix, suffix = RANK_LEDGER_NAME.split("{}")
+    numbers = (path.name[len(prefix) : -len(suffix)] for path in Path(checkpoint_dir).glob(f"{prefix}*{suffix}"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def write_ledger(checkpoint_dir: str | os.PathLike[str], ledger: Ledger, *, rank: int = 0) -> None:
     """Into the checkpoint's folder, whole or not at all."""
-    path = Path(checkpoint_dir) / LEDGER_NAME
+    path = ledger_path(checkpoint_dir, rank)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(ledger.to_dict(), allow_nan=False) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
-def read_ledger(checkpoint_dir: str | os.PathLike[str]) -> Ledger | None:
+def read_ledger(checkpoint_dir: str | os.PathLike[str], *, rank: int = 0) -> Ledger | None:
     """``None``: no ledger there. Raises :class:`CostModelError` when it cannot be read."""
-    path = Path(checkpoint_dir) / LEDGER_NAME
+    path = ledger_path(checkpoint_dir, rank)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return Ledger(
@@ -235,12 +257,14 @@ class RunRecord:
     steps: list[Step] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
     expert_loads: list[ExpertLoad] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
     budgets: list[Budget] = field(default_factory=list)
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)  # one for each session that ended in order
     totals: Totals = field(default_factory=Totals)  # summed over the rows; what a killed session left is inside
     spent_usd: float | None = None  # at the last row that says
     num_unread_lines: int = 0
+    remarks: list[str] = field(default_factory=list)  # processes whose tokens are missing
 
     @property
     def summary(self) -> Summary | None:
@@ -254,11 +278,12 @@ class RunRecord:
         return max((step.global_step for step in self.steps), default=0)
 
 
-def read_run(path: str | os.PathLike[str], *, run_id: str | None = None) -> RunRecord:
-    """The last run in a record (or the one named ``run_id``).
+def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ranks: bool = True) -> RunRecord:
+    """The last run in a record (or the one named ``run_id``), its tokens and expert loads summed over its processes.
 
-    ``path``: the file, its ``_ftcost`` folder, or the ``output_dir`` above it. A line that was cut off, a row of an
-    unknown type and unknown fields are passed over. Raises :class:`CostModelError` for anything that is no run record.
+    ``path``: the file, its ``_ftcost`` folder, or the ``output_dir`` above it. ``all_ranks=False``: the main process
+    alone. A line that was cut off, a row of an unknown type and unknown fields are passed over. Raises
+    :class:`CostModelError` for anything that is no run record.
     """
     file = _find_record(Path(path))
     rows: list[Mapping[str, Any]] = []
@@ -278,11 +303,14 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None) -> RunR
     record = RunRecord(path=file, run_id=wanted)
     inside = False
     totals = _RowTotals()
+    ranks = RankRows(file, wanted) if all_ranks else None
     for row in rows:
         if row.get("type") == Session.TYPE:
             inside = row.get("run_id") == wanted
         if not inside:
             continue
+        if ranks is not None:
+            row = ranks.merged(row)
         if _add(record, row):
             totals.add(row)
         else:
@@ -290,7 +318,13 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None) -> RunR
     if not record.sessions:
         known = ", ".join(sorted({str(rows[place]["run_id"]) for place in starts}))
         raise CostModelError(f"{file} holds no run {wanted!r}; it holds {known}")
-    return dataclasses.replace(record, totals=totals.totals, spent_usd=totals.spent_usd, num_unread_lines=num_unread_lines)
+    return dataclasses.replace(
+        record,
+        totals=totals.totals,
+        spent_usd=totals.spent_usd,
+        num_unread_lines=num_unread_lines,
+        remarks=ranks.remarks if ranks is not None else [],
+    )
 
 
 class _RowTotals:
@@ -310,13 +344,14 @@ class _RowTotals:
                 self.totals = dataclasses.replace(self.totals, **known)
             self.totals = self.totals.plus(startup_seconds=row.get("startup_seconds", 0.0))
         elif kind == Step.TYPE:
-            count = row.get("num_steps", 1)
+            count = row.get("num_steps") or 1
             seconds = row["step_seconds"] * count
             tokens = {name: value * count if (value := row.get(name)) is not None else None for name in TOKEN_FIELDS}
             self.totals = self.totals.plus(
                 train_seconds=seconds,
                 data_wait_seconds=row.get("data_wait_seconds", 0.0) * count,
-                wasted_seconds=seconds if row.get("repeated") else 0.0,
+                rollout_seconds=row.get("rollout_seconds", 0.0) * count,
+                wasted_seconds=seconds + row.get("rollout_seconds", 0.0) * count if row.get("repeated") else 0.0,
                 num_steps=count,
             ).plus_tokens(TokenCounts(**tokens))
             self.spent_usd = row.get("spent_usd", self.spent_usd)
@@ -360,6 +395,7 @@ def _add(record: RunRecord, row: Mapping[str, Any]) -> bool:
             Step: record.steps,
             Pause: record.pauses,
             ExpertLoad: record.expert_loads,
+            Profile: record.profiles,
             Budget: record.budgets,
             OutOfMemory: record.out_of_memory,
             Summary: record.summaries,

@@ -28,7 +28,7 @@ class Settings:
     predict: bool = True
     calibration: Any = None
     dry_run_steps: int | None = None
-    profile_steps: int = 0
+    profile_steps: tuple[int, int] | None = None  # the first and the last, both inside
     sample_period_seconds: float = 0.5
     expert_load: bool = True
     wandb_every: Literal["log", "step"] = "log"
@@ -65,23 +65,25 @@ def new_run_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the Trainer will do, read from its arguments and state at the start of a session."""
+    """What the training will do. Strategies are transformers' names: "no" (or not known), "steps", "epoch"."""
 
-    max_steps: int | None
-    steps_per_epoch: float | None
-    eval_strategy: str
-    eval_steps: float | None
-    save_strategy: str
-    save_steps: float | None
-    logging_strategy: str
-    logging_steps: float | None
-    dataloader_num_workers: int | None
-    num_processes: int
-    num_devices: int
-    is_data_parallel: bool  # torch's DataParallel: hooks would run in several threads
+    max_steps: int | None = None
+    steps_per_epoch: float | None = None
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    save_strategy: str = "no"
+    save_steps: float | None = None
+    logging_strategy: str = "no"
+    logging_steps: float | None = None
+    dataloader_num_workers: int | None = None
+    num_processes: int = 1
+    num_devices: int = 1
+    tensor_parallel_size: int = 1  # processes that are given the same batch
+    is_data_parallel: bool = False  # torch's DataParallel: hooks would run in several threads
 
     @classmethod
-    def of(cls, args: Any, state: Any) -> Plan:
+    def of(cls, args: Any, state: Any, *, tensor_parallel_size: int = 1) -> Plan:
+        """From a Trainer's arguments and state, at the start of a session."""
         max_steps = state.max_steps if state.max_steps and state.max_steps > 0 else None
         epochs = state.num_train_epochs
         is_finite = bool(epochs) and 0 < epochs < 2**31  # data without a length is given sys.maxsize epochs
@@ -97,8 +99,14 @@ class Plan:
             dataloader_num_workers=args.dataloader_num_workers,
             num_processes=args.world_size,
             num_devices=args.world_size * max(1, args.n_gpu),
+            tensor_parallel_size=tensor_parallel_size,
             is_data_parallel=args.n_gpu > 1,
         )
+
+    @property
+    def num_replicas(self) -> int:
+        """Processes that are each given a batch of their own."""
+        return max(1, self.num_processes // max(1, self.tensor_parallel_size))
 
     def num_remaining(self, kind: PauseKind, steps_done: int) -> int:
         """How many pauses of this kind come after ``steps_done``."""

@@ -6,9 +6,8 @@ a tensor until :meth:`PendingTokens.read`.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -19,17 +18,19 @@ from ftcost_callback.records import TokenCounts
 
 IGNORED_LABEL: Final = -100
 
-LabelRule = Literal["shifted", "as_is"]
+LabelRule = Literal["shifted", "as_is", "decoder"]
 
 # Models whose loss compares position i with label i; every other decoder compares position i with label i + 1.
 _UNSHIFTED_HEADS: Final = ("ForMaskedLM", "ForTokenClassification")
 
 
 def label_rule(model: Any) -> LabelRule:
-    """Whether this model's loss shifts its labels by one position."""
+    """Whether this model's loss shifts its labels by one position; or they are what a decoder of its own reads."""
     names = {type(each).__name__ for each in (model, _base_model(model))}
     config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or any(name.endswith(_UNSHIFTED_HEADS) for name in names):
+    if getattr(config, "is_encoder_decoder", False):
+        return "decoder"
+    if any(name.endswith(_UNSHIFTED_HEADS) for name in names):
         return "as_is"
     return "shifted"
 
@@ -63,23 +64,25 @@ _COUNTS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 class PendingTokens:
     """The counts of one optimizer step. On a GPU they are on their way to the host.
 
-    ``on_device``: int64 values by name, in a tensor on the batch's device. ``on_host``: what needs no device.
+    ``counts``: numbers, or whole numbers in tensors; ``None``: nothing was seen.
     """
 
-    def __init__(self, on_host: TokenCounts, names: tuple[str, ...] = (), on_device: Tensor | None = None) -> None:
-        self._on_host = on_host
-        self._names = names
-        self._values = on_device
-        if on_device is not None and on_device.device.type == "cuda":
-            pinned = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
-            self._values = pinned.copy_(on_device, non_blocking=True)
+    def __init__(self, counts: _MicroBatch | None = None) -> None:
+        self._counts = counts
+        self._on_gpu = tuple(name for name in _COUNTS if getattr(getattr(counts, name, None), "is_cuda", False))
+        if self._on_gpu:
+            stacked = torch.stack([getattr(counts, name) for name in self._on_gpu])
+            pinned = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._copied = pinned.copy_(stacked, non_blocking=True)
 
     def read(self) -> TokenCounts:
         """The counts. On a GPU only after an event recorded behind the copy has passed."""
-        if self._values is None:
-            return self._on_host
-        read = zip(self._names, self._values.tolist(), strict=True)
-        return dataclasses.replace(self._on_host, **{name: int(value) for name, value in read})
+        if self._counts is None:
+            return TokenCounts()
+        values = {name: getattr(self._counts, name) for name in _COUNTS}
+        if self._on_gpu:
+            values |= zip(self._on_gpu, self._copied.tolist(), strict=True)
+        return TokenCounts(**{name: int(value) if isinstance(value, Tensor) else value for name, value in values.items()})
 
 
 class _MicroBatch:
@@ -105,6 +108,9 @@ class _MicroBatch:
         self.sum_squared_sequence_tokens = rows * length * length
         if (mask := forward.padding_mask) is not None:
             self.num_non_padding_tokens = torch.count_nonzero(mask)
+        if rule == "decoder":
+            self._add_decoder(forward)
+        if mask is not None or rule == "decoder":
             return
         positions, starts, real = forward.packed_positions, forward.sequence_starts, forward.real_tokens
         if positions is not None and starts is not None and real is not None:
@@ -113,6 +119,22 @@ class _MicroBatch:
             self.longest_sequence_tokens = positions.max() + 1
             # Within a sequence of L tokens the positions p = 0 .. L-1 give sum(2p + 1) = L^2.
             self.sum_squared_sequence_tokens = torch.where(real, 2 * positions + 1, 0).sum()
+
+    def _add_decoder(self, forward: TrainingForward) -> None:
+        """What the decoder computes: its own input, or the labels that the model makes it from."""
+        labels, given = forward.tensor("labels"), forward.tensor("decoder_input_ids")
+        sequence = given if given is not None else labels
+        if sequence is None or sequence.dim() != 2:
+            self.num_tokens = self.num_non_padding_tokens = self.sum_squared_sequence_tokens = None
+            return
+        rows, length = sequence.shape
+        mask = labels != IGNORED_LABEL if labels is not None else forward.tensor("decoder_attention_mask")
+        real = torch.count_nonzero(mask) if mask is not None else None
+        encoder: Any = (self.num_tokens, self.num_non_padding_tokens, self.sum_squared_sequence_tokens)
+        self.num_tokens = encoder[0] + rows * length
+        self.num_non_padding_tokens = encoder[1] + real if real is not None else None
+        self.sum_squared_sequence_tokens = encoder[2] + rows * length * length
+        self.longest_sequence_tokens = _larger(self.longest_sequence_tokens, length)
 
     def add(self, other: _MicroBatch) -> None:
         """Make this the counts of both; a count that one of them does not show is unknown."""
@@ -127,7 +149,11 @@ def _supervised(forward: TrainingForward, rule: LabelRule) -> Tensor | None:
     if shifted is not None:
         return torch.count_nonzero(shifted != IGNORED_LABEL)
     labels = forward.tensor("labels")
-    if labels is None or labels.dim() != 2 or labels.is_floating_point():
+    return _supervised_by(labels, rule) if labels is not None else None
+
+
+def _supervised_by(labels: Tensor, rule: LabelRule) -> Tensor | None:
+    if labels.dim() != 2 or labels.is_floating_point():
         return None
     if rule == "shifted":
         labels = labels[:, 1:]
@@ -153,6 +179,7 @@ class TokenCounter:
         self._use_num_items_in_batch = use_num_items_in_batch
         self._step: _MicroBatch | None = None  # the micro-batches since the last step
         self._num_items: Any = None
+        self._labels: Sequence[Tensor] = ()
         self.saw_forward = False
 
     def open_forward(self, forward: TrainingForward) -> None:
@@ -166,29 +193,38 @@ class TokenCounter:
         if self._use_num_items_in_batch:
             self._num_items = forward.arguments.get("num_items_in_batch", self._num_items)
 
+    def labels_seen(self, labels: Sequence[Tensor]) -> None:
+        """Those of all micro-batches since the last step: for a model whose loss is computed outside it."""
+        self._labels = labels
+
     def drop(self) -> None:
         """Forget what was counted since the last step (a step that was broken off)."""
         self._step = self._num_items = None
+        self._labels = ()
 
     def take_step(self) -> PendingTokens:
         """The counts since the last call."""
-        step, num_items = self._step, self._num_items
+        step, num_items, labels = self._step, self._num_items, self._labels
         self.drop()
         if step is None:
-            return PendingTokens(TokenCounts())
+            return PendingTokens()
         if step.num_supervised_tokens is None and num_items is not None:
             # Of the whole optimizer step, given again with each micro-batch.
             step.num_supervised_tokens = _whole_number(num_items)
-        on_host: dict[str, Any] = {}
-        on_device: dict[str, Tensor] = {}
-        for name in _COUNTS:
-            value = getattr(step, name)
-            if isinstance(value, Tensor):
-                on_device[name] = value
-            else:
-                on_host[name] = value
-        stacked = torch.stack(tuple(on_device.values())) if on_device else None
-        return PendingTokens(TokenCounts(**on_host), tuple(on_device), stacked)
+        if step.num_supervised_tokens is None and labels:
+            step.num_supervised_tokens = _sum_of(_supervised_by(each, self._rule) for each in labels)
+        return PendingTokens(step)
+
+
+def _sum_of(counts: Iterable[Tensor | None]) -> _Count:
+    """A batch that was not moved to the GPU yet is counted on the host."""
+    total: _Count = None
+    for count in counts:
+        if count is None:
+            return None
+        known = int(count) if count.device.type == "cpu" else count
+        total = known if total is None else total + known
+    return total
 
 
 def _whole_number(value: Any) -> Any:

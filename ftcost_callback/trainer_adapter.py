@@ -20,6 +20,7 @@ from ftcost_callback.live_model import (
     has_routed_experts,
     method_fields,
     model_facts,
+    parallel_size,
     quantization_fields,
     unwrapped,
     uses_gradient_checkpointing,
@@ -33,6 +34,14 @@ __all__ = ["device_facts", "estimate_trainer", "job_from_objects", "model_facts"
 
 _ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _EXPERTS: Final = ("eager", "grouped_mm", "batched_mm")
+# TRL's trainers whose step is more than one forward and backward of the batch, by the name of their arguments.
+_UNMODELLED_TRL: Final = {
+    "DPOConfig": "each step also runs a reference model over the pairs",
+    "KTOConfig": "each step also runs a reference model over the batch",
+    "RewardConfig": "each sample is a pair of sequences under a head of one number",
+    "GRPOConfig": "each step also generates and scores what it trains on",
+    "RLOOConfig": "each step also generates and scores what it trains on",
+}
 _TORCH_OPTIMIZERS: Final = {"SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop"}
 
 
@@ -79,6 +88,7 @@ def job_from_objects(
     :class:`CostModelError` where no job field describes what is there (another kind of adapter, an unknown optimizer).
     """
     model = unwrapped(model)
+    _require_modelled_training(model, args)
     fields: dict[str, Any] = {
         "model": _model_config(model),
         **_device_fields(args, gpu),
@@ -86,7 +96,7 @@ def job_from_objects(
         **quantization_fields(model),
         **weights_dtype_fields(model),
         **_framework_fields(args, framework),
-        **_batch_fields(args, state),
+        **_batch_fields(model, args, state),
         **_kernel_fields(model, args),
         "optim": _optimizer_name(optimizer, args),
         **_checkpointing_fields(model, args),
@@ -94,6 +104,17 @@ def job_from_objects(
         **_data_fields(args, train_dataset, data_collator),
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _require_modelled_training(model: Any, args: Any) -> None:
+    """Raises :class:`CostModelError` for a step that is no plain forward, backward and update of the batch."""
+    names = [each.__name__ for each in type(args).__mro__ if each.__module__.startswith("trl.")]
+    if names and "SFTConfig" not in names:
+        why = next((_UNMODELLED_TRL[name] for name in names if name in _UNMODELLED_TRL), "only TRL's SFT is")
+        raise CostModelError(f"training with TRL's {names[0].removesuffix('Config')} is not modelled: {why}")
+    for name, what in (("tp_size", "tensor"), ("pp_size", "pipeline"), ("ep_size", "expert")):
+        if parallel_size(model, args, name) > 1:
+            raise CostModelError(f"{what} parallelism is not modelled ({name} {parallel_size(model, args, name)})")
 
 
 # --- model, device, software ------------------------------------------------------------------------------------------
@@ -133,7 +154,7 @@ def _framework_fields(args: Any, framework: str | None) -> dict[str, Any]:
 # --- batch, kernels, optimizer ----------------------------------------------------------------------------------------
 
 
-def _batch_fields(args: Any, state: Any) -> dict[str, Any]:
+def _batch_fields(model: Any, args: Any, state: Any) -> dict[str, Any]:
     # args keep the batch that was asked for; the state knows what auto_find_batch_size made of it.
     live = getattr(state, "train_batch_size", None)
     per_device = int(live) // max(1, int(args.n_gpu)) if live else int(args.per_device_train_batch_size)
@@ -142,9 +163,14 @@ def _batch_fields(args: Any, state: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": int(args.gradient_accumulation_steps),
         "bf16": bool(args.bf16),
         "fp16": bool(args.fp16),
-        "fsdp": _plain_setting(getattr(args, "fsdp", None)),
+        "fsdp": _plain_setting(getattr(args, "fsdp", None)) or _loaded_sharding(model),
         "deepspeed": _plain_setting(getattr(args, "deepspeed", None)),
     }
+
+
+def _loaded_sharding(model: Any) -> str | None:
+    """FSDP2 of a model that was loaded with transformers' ``DistributedConfig``."""
+    return "full_shard" if parallel_size(model, None, "fsdp_size") > 1 else None
 
 
 def _plain_setting(value: Any) -> str | dict[str, Any] | None:

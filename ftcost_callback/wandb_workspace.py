@@ -35,7 +35,7 @@ _SECTIONS: Final[tuple[tuple[str, tuple[tuple[str, tuple[str, ...], float | None
         (
             ("Step, measured over predicted (1 = on plan)", ("step_seconds_measured_over_predicted",), None),
             ("Tokens", ("non_padding_tokens_per_second", "tokens_per_second", "supervised_tokens_per_second"), None),
-            ("Step", ("step_seconds",), None),
+            ("Step and its parts", ("step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"), None),
             ("Share of the GPU's peak", ("mfu", "hfu"), 1.0),
         ),
     ),
@@ -59,7 +59,13 @@ _SECTIONS: Final[tuple[tuple[str, tuple[tuple[str, tuple[str, ...], float | None
     (
         "Experts",
         (
-            ("Busiest expert over the mean (1 = balanced)", ("load_max_over_mean",), None),
+            (
+                "Busiest expert over the mean (1 = balanced)",
+                ("load_max_over_mean", "worst_layer_load_max_over_mean"),
+                None,
+            ),
+            ("Against the first steps (above 1 = less even)", ("load_max_over_mean_vs_first_steps",), None),
+            ("What the uneven load has cost", ("imbalance_usd",), None),
             ("Spread and entropy of the load", ("load_cv", "load_entropy"), None),
             ("Experts without a token", ("dead_expert_fraction",), 1.0),
         ),

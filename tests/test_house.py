@@ -31,7 +31,7 @@ PUBLIC = {
         "model_spec_from_config",
         "optimize",
     ],
-    "ftcost_callback": ["FTCostCallback", "attach", "estimate_trainer"],
+    "ftcost_callback": ["FTCostCallback", "FTCostMonitor", "attach", "estimate_trainer"],
 }
 
 

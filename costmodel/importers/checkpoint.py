@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from costmodel.errors import CostModelError
 from costmodel.importers.reading import (
+    MAX_CONFIG_BYTES,
     ConfigReader,
     ImportedJob,
     Origin,
@@ -24,6 +25,7 @@ from costmodel.importers.reading import (
 ADAPTER_FILE: Final = "adapter_config.json"
 MODEL_FILE: Final = "config.json"
 STATE_FILE: Final = "trainer_state.json"
+MAX_STATE_BYTES: Final = 200 * 1000 * 1000  # it holds the whole log: some 200 bytes for each logged step
 
 # peft 0.21, LoraConfig and PeftConfig: nothing of these costs memory or time.
 HARMLESS_ADAPTER_KEYS: Final = frozenset(
@@ -101,7 +103,8 @@ def read(folder: str) -> ImportedJob:
     readers = {STATE_FILE: _read_state, MODEL_FILE: _read_model, ADAPTER_FILE: _read_adapter}
     for name, read_file in readers.items():
         if name in found:
-            part = read_file(folder, read_mapping(os.path.join(folder, name)))
+            max_bytes = MAX_STATE_BYTES if name == STATE_FILE else MAX_CONFIG_BYTES
+            part = read_file(folder, read_mapping(os.path.join(folder, name), max_bytes))
             fields.update(part.fields)
             origins.update(part.origins)
             understood += [f"{name}: {key}" for key in part.understood]

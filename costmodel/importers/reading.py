@@ -1,12 +1,13 @@
 """What every importer shares: files read within bounds, keys that are accounted for, values turned into a job's.
 
-Nothing here runs anything: YAML is safe-loaded, JSON is JSON, no pickle is opened, and a file is at most 10 MB and at most
-200,000 values after its YAML aliases are expanded.
+Nothing here runs anything: YAML is safe-loaded, JSON is JSON, no pickle is opened. A file is at most 10 MB, and YAML at most
+200,000 values after its aliases are expanded; a key that comes twice is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -234,26 +235,26 @@ class ConfigReader:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_text(path: str) -> str:
+def read_text(path: str, max_bytes: int = MAX_CONFIG_BYTES) -> str:
     """A configuration file's text. Raises :class:`CostModelError` with the path as it was given."""
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
+            data = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise CostModelError(f"no such file: {path}") from None
     except IsADirectoryError:
         raise CostModelError(f"{path} is a folder; give a job file (.json, .yaml or .jsonl)") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise CostModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > MAX_CONFIG_BYTES:
-        raise CostModelError(f"{path} is larger than {MAX_CONFIG_BYTES // 1_000_000} MB: not a configuration")
+    if len(data) > max_bytes:
+        raise CostModelError(f"{path} is larger than {max_bytes // 1_000_000} MB: not a configuration")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise CostModelError(f"{path} is not a text file in UTF-8") from None
 
 
-def read_mapping(path: str) -> dict[str, Any]:
+def read_mapping(path: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The mapping that a ``.json``, ``.yaml`` or ``.yml`` file holds. Raises :class:`CostModelError`."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in (".yaml", ".yml", ".json", ""):
@@ -261,13 +262,12 @@ def read_mapping(path: str) -> dict[str, Any]:
         if suffix == ".jsonl":
             raise CostModelError(f"{path} holds a job a line, which only ftcost estimate reads; give one job")
         raise CostModelError(f"{path}: a job file is .json, .yaml or .jsonl, not {short(suffix)}")
-    return mapping_in_text(read_text(path), path, is_yaml=suffix in (".yaml", ".yml"))
+    return mapping_in_text(read_text(path, max_bytes), path, is_yaml=suffix in (".yaml", ".yml"))
 
 
 def mapping_in_text(text: str, path: str, *, is_yaml: bool) -> dict[str, Any]:
     """:func:`read_mapping` for a text that is read already; ``path`` is its name in messages."""
     value = parse_yaml(text, path) if is_yaml else parse_json(text, path)
-    _refuse_expansion(value, path)
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return value
     kind = "field names that are not text" if isinstance(value, dict) else type(value).__name__
@@ -279,14 +279,40 @@ def parse_yaml(text: str, where: str) -> Any:
     import yaml
 
     try:
-        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        value = yaml.load(text, Loader=_safe_loader())
+    except CostModelError as error:  # of a key that comes twice
+        raise CostModelError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CostModelError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    _refuse_expansion(value, where)
     if isinstance(value, dict):
         for name in ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"):
             if value.get(name) is False:
                 value[name] = "no"
     return value
+
+
+@functools.cache
+def _safe_loader() -> Any:
+    """The safe loader, which also refuses a key that comes twice: the last would win in silence."""
+    import yaml
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class OneKeyLoader(loader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[tuple[str, str], int] = {}
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                    continue
+                line, first = key.start_mark.line + 1, lines.get((key.tag, key.value))
+                if first is not None:
+                    where = f"in line {line}" if line == first else f"in lines {first} and {line}"
+                    raise CostModelError(f"the key {short(key.value)} is there twice, {where}: keep one")
+                lines[key.tag, key.value] = line
+            return super().construct_mapping(node, deep=deep)
+
+    return OneKeyLoader
 
 
 def _refuse_expansion(value: Any, where: str) -> None:

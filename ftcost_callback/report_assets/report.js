@@ -48,8 +48,23 @@
     if (frame) data[0].z = frame.z;
     return Plotly.react(element, data, layoutOf(figure.layout), { displayModeBar: false, responsive: true });
   };
+
+  // plotly.js stands in the page compressed; until it is unpacked nothing is drawn.
+  const unpackPlotly = async () => {
+    const packed = atob(document.getElementById("plotly").textContent);
+    const bytes = Uint8Array.from(packed, (character) => character.charCodeAt(0));
+    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(unpacked).text();
+    document.head.append(script);
+  };
+  const withoutCharts = () => {
+    for (const element of document.querySelectorAll(".chart"))
+      element.textContent = "The charts need a newer browser (one from 2023 on); the numbers on this page do not.";
+  };
+
   const visible = () => [...document.querySelectorAll(".chart")].filter((element) => element.offsetParent);
-  const drawAll = () => visible().forEach(draw);
+  const drawAll = () => window.Plotly && visible().forEach(draw);
 
   for (const slider of document.querySelectorAll(".slider input")) {
     const chart = document.getElementById(slider.dataset.chart);
@@ -100,5 +115,6 @@
     drawAll();
   });
   name();
-  tabs.length ? select(tabs[0]) : drawAll();
+  if (tabs.length) select(tabs[0]);
+  unpackPlotly().then(drawAll, withoutCharts);
 })();

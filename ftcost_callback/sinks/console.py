@@ -23,9 +23,11 @@ class ConsoleSink:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._live: Any = None  # a notebook's place for the line of the last log
+        self._num_processes = 1
 
     def open(self, session: Session, prediction: Prediction | None) -> None:
         self._live = None
+        self._num_processes = session.num_processes or 1
         if session.resumed_from_step:
             earlier = sum((session.earlier_seconds or {}).values())
             self._write(f"resumed at step {session.resumed_from_step}, {duration(earlier)} spent before")
@@ -55,7 +57,7 @@ class ConsoleSink:
         self._write(budget_line(budget))
 
     def close(self, summary: Summary) -> None:
-        for line in summary_lines(summary):
+        for line in summary_lines(summary, self._num_processes):
             self._write(line)
 
     def _write(self, line: str) -> None:
@@ -147,14 +149,19 @@ def budget_line(budget: Budget) -> str:
     return line + ("; saving and stopping" if budget.action == "stopped" else "")
 
 
-def summary_lines(summary: Summary) -> list[str]:
-    """The end block: what it took, where the time went, and how that compares."""
+def summary_lines(summary: Summary, num_processes: int = 1) -> list[str]:
+    """The end block: what it took, where the time went, and how that compares.
+
+    With several processes the tokens are an estimate from the main one's.
+    """
+    about = "about " if num_processes > 1 else ""
     bill = f"{dollars(summary.spent_usd)}, " if summary.spent_usd is not None else ""
     sessions = f" in {summary.num_sessions} sessions" if summary.num_sessions > 1 else ""
     status = summary.status.replace("_", " ")
     lines = [f"{status} at step {summary.global_step}: {bill}{duration(summary.wall_seconds)}{sessions}"]
     buckets = (
         ("training", summary.train_seconds),
+        ("rolling out", summary.rollout_seconds or 0.0),
         ("evaluating", summary.eval_seconds),
         ("saving", summary.save_seconds),
         ("logging", summary.log_seconds),
@@ -170,9 +177,9 @@ def summary_lines(summary: Summary) -> list[str]:
         lines.append(", ".join(shares))
     facts = []
     if summary.num_non_padding_tokens is not None:
-        facts.append(f"{summary.num_non_padding_tokens:,} tokens")
+        facts.append(f"{about}{summary.num_non_padding_tokens:,} tokens")
     if summary.non_padding_tokens_per_second is not None:
-        facts.append(f"{summary.non_padding_tokens_per_second:,.0f} tokens/s")
+        facts.append(f"{about}{summary.non_padding_tokens_per_second:,.0f} tokens/s")
     if summary.mfu is not None:
         facts.append(f"MFU {summary.mfu:.1%}")
     if summary.peak_allocated_bytes is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_runs import TickingClock, TokenRows, tiny_trainer
-from wandb_files import OFFLINE_ENVIRONMENT, history
+from tiny_runs import listed_rows, priced_callback, tiny_trainer
+from wandb_files import history
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback, attach
@@ -22,6 +21,8 @@ from ftcost_callback.run_file import read_run
 from ftcost_callback.sinks import ConsoleSink, InMemorySink, WandbSink
 
 wandb = pytest.importorskip("wandb")
+
+pytestmark = pytest.mark.usefixtures("wandb_offline")
 
 LOGGED = {
     "ftcost/cost/spent_usd",
@@ -34,28 +35,10 @@ LOGGED = {
 }  # and ftcost/gpu/peak_allocated_gib, on a GPU
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name, value in {**OFFLINE_ENVIRONMENT, "WANDB_DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    wandb.teardown()  # the client keeps the first environment it saw, which was another test's
-    yield
-    if wandb.run is not None:
-        wandb.finish()
-    wandb.teardown()
-
-
 def trainer(folder: Path, callbacks: list[Any] | None = None, **changes: Any) -> Any:
-    rows = [TokenRows()[place] for place in range(len(TokenRows()))]
-    fields: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "train_dataset": rows, "eval_dataset": rows}
+    fields: dict[str, Any] = {"max_steps": 6, "logging_steps": 2}
+    fields |= {"train_dataset": listed_rows(), "eval_dataset": listed_rows()}
     return tiny_trainer(folder / "out", callbacks or [], **(fields | changes))
-
-
-def measuring(**arguments: Any) -> FTCostCallback:
-    fields: dict[str, Any] = {"usd_per_gpu_hour": 3600.0, "gpu": "NVIDIA A40"}
-    callback = FTCostCallback(**(fields | arguments))
-    callback._clock = TickingClock()
-    return callback
 
 
 def recording() -> Any:
@@ -83,7 +66,7 @@ def names(made: Any) -> list[str]:
 def test_the_figures_reach_reporters_and_the_history_and_equal_the_report(tmp_path: Path) -> None:
     reporter, memory = recording(), InMemorySink()
     made = trainer(tmp_path, [reporter], eval_strategy="steps", eval_steps=3)
-    callback = attach(made, measuring(sinks=[memory]))
+    callback = attach(made, priced_callback(sinks=[memory]))
     made.train()
     assert isinstance(callback, FTCostCallback)
     # A log of a report has them; the evaluations' logs and the last one do not.
@@ -105,7 +88,7 @@ def test_the_figures_reach_reporters_and_the_history_and_equal_the_report(tmp_pa
 def test_wandb_gets_each_value_once_and_others_by_the_logs(tmp_path: Path) -> None:
     reporter = recording()
     made = trainer(tmp_path, [reporter], report_to=["wandb"])
-    attach(made, measuring())
+    attach(made, priced_callback())
     assert names(made) == [
         "DefaultFlowCallback",
         "WandbCallback",
@@ -125,7 +108,7 @@ def test_wandb_gets_each_value_once_and_others_by_the_logs(tmp_path: Path) -> No
 
 def test_without_a_wandb_sink_wandb_gets_them_by_the_logs(tmp_path: Path) -> None:
     made = trainer(tmp_path, report_to=["wandb"])
-    attach(made, measuring(sinks=[InMemorySink()]))
+    attach(made, priced_callback(sinks=[InMemorySink()]))
     assert names(made)[:3] == ["DefaultFlowCallback", "LogFigures", "WandbCallback"]
     made.train()
     wandb.finish()
@@ -138,7 +121,7 @@ def test_the_terminal_shows_each_figure_once(
     sinks: list[Any], printed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = trainer(tmp_path)
-    attach(made, measuring(sinks=sinks))
+    attach(made, priced_callback(sinks=sinks))
     made.train()
     shown = capsys.readouterr()
     assert ("ftcost/cost/spent_usd" in shown.out) is printed
@@ -146,7 +129,7 @@ def test_the_terminal_shows_each_figure_once(
 
 
 def test_it_takes_the_trainers_own_callback_a_given_one_or_makes_one(tmp_path: Path) -> None:
-    own = measuring()
+    own = priced_callback()
     made = trainer(tmp_path, [own])
     assert attach(made) is own
     assert attach(made) is own  # a second call changes nothing
@@ -156,7 +139,7 @@ def test_it_takes_the_trainers_own_callback_a_given_one_or_makes_one(tmp_path: P
     with pytest.raises(CostModelError, match="leave the arguments out"):
         attach(new, usd_per_gpu_hour=3.0)
     with pytest.raises(CostModelError, match="another FTCostCallback"):
-        attach(new, measuring())
+        attach(new, priced_callback())
     with pytest.raises(CostModelError, match="takes a transformers Trainer, got str"):
         attach("trainer")
     with pytest.raises(CostModelError, match="usd_per_gpu_hour"):
@@ -169,7 +152,7 @@ def test_attaching_changes_no_weight_and_no_loss(tmp_path: Path) -> None:
     plain = trainer(tmp_path / "plain")
     plain.train()
     measured = trainer(tmp_path / "measured")
-    attach(measured, measuring(sinks=[InMemorySink()]))
+    attach(measured, priced_callback(sinks=[InMemorySink()]))
     measured.train()
     for left, right in zip(plain.model.parameters(), measured.model.parameters(), strict=True):
         assert torch.equal(left, right)
@@ -186,7 +169,7 @@ def test_a_failure_of_ours_leaves_the_logs_as_they_were(
 
     monkeypatch.setattr("ftcost_callback.trainer_logs.logged_metrics", broken)
     made = trainer(tmp_path)
-    attach(made, measuring(sinks=[]))
+    attach(made, priced_callback(sinks=[]))
     with caplog.at_level(logging.WARNING):
         made.train()
     assert made.state.global_step == 6
@@ -194,7 +177,7 @@ def test_a_failure_of_ours_leaves_the_logs_as_they_were(
 
 
 def test_a_plain_callback_works_and_says_who_gets_nothing(tmp_path: Path) -> None:
-    made = trainer(tmp_path, [measuring(sinks=[WandbSink()])])
+    made = trainer(tmp_path, [priced_callback(sinks=[WandbSink()])])
     made.args.report_to = ["tensorboard", "wandb", "mlflow"]  # as if those were installed
     made.train()
     (session,) = read_run(tmp_path / "out").sessions
@@ -205,7 +188,7 @@ def test_a_plain_callback_works_and_says_who_gets_nothing(tmp_path: Path) -> Non
 
 def test_an_attached_one_has_nothing_to_say(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    attach(made, measuring(sinks=[]))
+    attach(made, priced_callback(sinks=[]))
     made.args.report_to = ["tensorboard"]
     made.train()
     (session,) = read_run(tmp_path / "out").sessions

@@ -179,9 +179,25 @@ def test_money_is_the_whole_wall_time_times_the_price(tmp_path: Path, fake_clock
     assert spent[0] > 240.0
 
 
-def test_sub_phases_while_profiling(tmp_path: Path, fake_clock: FakeClock) -> None:
+BACKWARD_SECONDS, OPTIMIZER_SECONDS = 3.0, 5.0
+
+
+def test_forward_backward_and_optimizer_of_each_step(tmp_path: Path, fake_clock: FakeClock) -> None:
     work = WorkMovesTheClock(fake_clock)
-    work.trainer(tmp_path, callback(profile_steps=2), gradient_accumulation_steps=2).train()
-    steps = read_run(tmp_path).steps
-    assert [step.forward_backward_seconds for step in steps] == [2.0, 2.0, None, None]
-    assert [step.optimizer_seconds for step in steps] == [0.0, 0.0, None, None]
+    # The embedding's gradient comes last: the backward is over.
+    work.model.model.embed_tokens.weight.register_hook(lambda gradient: fake_clock.pass_seconds(BACKWARD_SECONDS))
+    sink = InMemorySink()
+    measuring = callback()
+    measuring._sinks = [sink]
+    trainer = work.trainer(tmp_path, measuring, gradient_accumulation_steps=2)
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_pre_hook(lambda *_: fake_clock.pass_seconds(OPTIMIZER_SECONDS))
+    trainer.train()
+    record = read_run(tmp_path)
+    phases = (2 * FORWARD_SECONDS, 2 * BACKWARD_SECONDS, OPTIMIZER_SECONDS)
+    assert [(step.forward_seconds, step.backward_seconds, step.optimizer_seconds) for step in record.steps] == [phases] * 4
+    assert [step.step_seconds - (step.data_wait_seconds or 0.0) for step in record.steps] == [sum(phases)] * 4
+    window, summary = sink.windows[-1], record.summary
+    assert (window.forward_seconds, window.backward_seconds, window.optimizer_seconds) == phases
+    assert summary is not None
+    assert (summary.forward_seconds_mean, summary.backward_seconds_mean, summary.optimizer_seconds_mean) == phases

@@ -53,7 +53,12 @@ def trained(output_dir: Path, callbacks: list[Any], factory: Any, **changes: Any
 def test_losses_weights_and_random_states_are_bit_identical(tmp_path: Path, factory: Any) -> None:
     without = trained(tmp_path / "without", [], factory)
     measuring = FTCostCallback(
-        usd_per_gpu_hour=2.0, budget_usd=1e-9, sinks=[InMemorySink()], wandb_every="step", detail="full", profile_steps=2
+        usd_per_gpu_hour=2.0,
+        budget_usd=1e-9,
+        sinks=[InMemorySink()],
+        wandb_every="step",
+        detail="full",
+        profile_steps=(2, 3),
     )
     with_us = trained(tmp_path / "with", [measuring], factory)
     assert with_us["losses"] == without["losses"]

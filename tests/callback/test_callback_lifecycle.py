@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback
-from ftcost_callback.callback import process_age_seconds
+from ftcost_callback.arguments import process_age_seconds
 from ftcost_callback.run_file import read_ledger, read_run
 from ftcost_callback.sinks import InMemorySink
 

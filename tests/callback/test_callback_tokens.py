@@ -10,13 +10,13 @@ import torch
 from tiny_runs import (
     LENGTHS,
     MOE_FACTORIES,
-    VOCABULARY,
     TickingClock,
     TokenRows,
     supervised_tokens,
     tiny_llama,
     tiny_mixtral,
     tiny_trainer,
+    word_tokenizer,
 )
 
 from ftcost_callback import FTCostCallback
@@ -144,18 +144,6 @@ def test_a_model_without_token_ids_has_samples_and_one_note(tmp_path: Path, capl
     assert sink.windows[-1].tokens_per_second is None
     assert sink.windows[-1].spent_usd is not None
     assert sum("input_ids" in message for message in caplog.messages) == 1
-
-
-def word_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
-    )
 
 
 def sft_trainer(output_dir: Path, measuring: FTCostCallback, model: Any, **settings: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_runs import LENGTHS, MOE_FACTORIES, TokenRows, pad_right, tiny_llama, tiny_mixtral, tiny_qwen3_moe
 
-from ftcost_callback.expert_load import ExpertLoadCounter, ExpertsHook, find_expert_sites
-from ftcost_callback.forward_window import ForwardWindow
+from ftcost_callback.expert_load import ExpertLoadCounter, ExpertSite, ExpertsHook, find_expert_sites
+from ftcost_callback.forward_window import ForwardWindow, TrainingForward
 from ftcost_callback.records import ExpertLoad
 
 
@@ -134,6 +134,76 @@ def test_many_pending_indices_are_counted_early(monkeypatch: pytest.MonkeyPatch)
     load = taken(counter, num_non_padding_tokens=sum(LENGTHS[:2]))
     assert load.status == "recorded"
     assert [sum(layer) for layer in load.tokens_per_expert] == [sum(LENGTHS[:2]) * 3] * 3
+
+
+def indices(num_tokens: int, expert: int, num_layers: int = 3) -> list[torch.Tensor]:
+    return [torch.full((num_tokens, 2), expert) for _ in range(num_layers)]
+
+
+def pass_through(counter: ExpertLoadCounter, per_layer: list[torch.Tensor], **arguments: torch.Tensor) -> None:
+    """A forward whose experts modules are given these indices."""
+    counter.open_forward(TrainingForward(arguments))
+    for index in per_layer:
+        counter.seen(index)
+    counter.close_forward()
+
+
+def three_layers(**changes: Any) -> ExpertLoadCounter:
+    counter = ExpertLoadCounter()
+    counter.attach(tiny_mixtral(num_hidden_layers=3, **changes))
+    return counter
+
+
+def test_small_forwards_are_counted_together_each_by_its_own_mask() -> None:
+    counter = three_layers()
+    for num_tokens, num_real, expert in ((8, 6, 0), (4, 4, 1), (12, 3, 0)):
+        mask = torch.zeros(1, num_tokens, dtype=torch.long)
+        mask[:, :num_real] = 1
+        pass_through(counter, indices(num_tokens, expert), input_ids=mask, attention_mask=mask)
+        mask.zero_()  # what a user does with his batch afterwards is his own affair
+    pass_through(counter, indices(5, 3), input_ids=torch.ones(1, 5, dtype=torch.long))  # no mask: all are real
+    assert counter._counts is not None  # the kind before it has been counted
+    load = taken(counter, num_non_padding_tokens=6 + 4 + 3 + 5)
+    assert load.status == "recorded"
+    assert load.tokens_per_expert == [[18, 8, 0, 10]] * 3
+
+
+def test_what_waits_for_the_next_forward_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftcost_callback.expert_load._MAX_HELD_BYTES", 1000)
+    counter = three_layers()
+    held = []
+    for _ in range(20):
+        pass_through(counter, indices(8, 1))  # 384 bytes
+        held.append(sum(index.nbytes for forward, _ in counter._held for index in forward))
+    pass_through(counter, indices(100, 1))  # too large to wait
+    assert max(held) <= 1000
+    assert len(set(held)) > 1
+    assert [index for forward, _ in counter._held for index in forward if index.shape[0] == 100] == []
+    assert taken(counter).tokens_per_expert == [[0, 2 * (20 * 8 + 100), 0, 0]] * 3
+
+
+def test_a_hundred_layers_of_512_experts_stay_small() -> None:
+    counter = ExpertLoadCounter()
+    counter._sites = [ExpertSite(f"layer.{place}", torch.nn.Identity(), "", 0, 512) for place in range(100)]
+    counter._handles, counter._num_expert_columns = [torch.nn.Identity()], 512
+    for _ in range(3):
+        pass_through(counter, [torch.randint(0, 512, (4096, 8)) for _ in range(100)])
+        assert counter._held == counter._pending == []  # 26 MB a forward
+    assert counter._counts is not None
+    assert counter._counts.nbytes < 500_000
+    assert [sum(layer) for layer in taken(counter).tokens_per_expert] == [3 * 4096 * 8] * 100
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_memory_that_others_may_write_over_or_that_is_a_part_of_more_is_not_kept(is_compiled: bool) -> None:
+    counter = three_layers()
+    counter.open_forward(TrainingForward({}))
+    for _ in range(3):
+        index = torch.zeros(8, 2 if is_compiled else 64, dtype=torch.long)[:, :2]
+        counter.seen(index, is_compiled=is_compiled)
+    counter.close_forward()
+    assert counter._held == []
+    assert taken(counter).tokens_per_expert == [[16, 0, 0, 0]] * 3
 
 
 def test_a_dense_model_has_no_hooks_and_no_rows() -> None:

@@ -123,7 +123,7 @@ def in_event(method: str, only: str | None = None) -> Callable[[Bench], str]:
             return original(self, *args, **kwargs)
 
         bench.patch.setattr(LiveRun, method, fail)
-        measuring = bench.callback(profile_steps=2)
+        measuring = bench.callback(profile_steps=(2, 3))
         bench.train(measuring, save_strategy="steps", save_steps=6, gradient_accumulation_steps=2)
         return "measuring off, training to the end"
 
@@ -219,8 +219,8 @@ def descriptor_closed(bench: Bench) -> str:
 
     def close_it(**kwargs: Any) -> None:
         assert measuring._run is not None
-        assert measuring._run.file is not None
-        os.close(os.dup2(os.open(os.devnull, os.O_RDONLY), measuring._run.file._descriptor or -1))
+        assert measuring._run.record.file is not None
+        os.close(os.dup2(os.open(os.devnull, os.O_RDONLY), measuring._run.record.file._descriptor or -1))
 
     bench.train(measuring, At(5, close_it))
     record = bench.record()
@@ -426,7 +426,7 @@ from transformers import TrainerCallback
 from ftcost_callback import FTCostCallback
 from ftcost_callback.gpu_sampler import TorchDevice
 from ftcost_callback.live_run import LiveRun
-import ftcost_callback.gpu_sampler as gpu_sampler
+import ftcost_callback.gpu_watch as gpu_watch
 
 clock = FakeClock()
 
@@ -441,15 +441,12 @@ def at_step_10():
     pass
 
 def with_nvml():
-    start = LiveRun._start_sampler
-    gpu_sampler.TorchDevice.of = classmethod(lambda cls, device: TorchDevice(uuid="7"))
-    def start_on_cpu(self, notes):
-        self._is_cuda = True
-        try:
-            start(self, notes)
-        finally:
-            self._is_cuda = False
-    LiveRun._start_sampler = start_on_cpu
+    gpu_watch.TorchDevice.of = classmethod(lambda cls, device: TorchDevice(uuid="7"))
+    begin = LiveRun._attach_counters
+    def begin_with_sampler(self, model, notes):
+        begin(self, model, notes)
+        self._gpu.start(None, period_seconds=0.5, notes=notes)
+    LiveRun._attach_counters = begin_with_sampler
 
 {code}
 

@@ -18,7 +18,7 @@ CONTRACT = {
     ),
     "time": (
         ["remaining_seconds"],
-        ["elapsed_seconds", "projected_total_seconds", "eval_seconds", "save_seconds", "other_seconds"],
+        ["elapsed_seconds", "projected_total_seconds", "eval_seconds", "save_seconds", "other_seconds", "rollout_seconds"],
     ),
     "speed": (
         [
@@ -28,13 +28,33 @@ CONTRACT = {
             "data_wait_fraction",
             "step_seconds_measured_over_predicted",
         ],
-        ["tokens_per_second", "supervised_tokens_per_second", "samples_per_second", "hfu"],
+        [
+            "forward_seconds",
+            "backward_seconds",
+            "optimizer_seconds",
+            "tokens_per_second",
+            "supervised_tokens_per_second",
+            "samples_per_second",
+            "hfu",
+        ],
     ),
     "gpu": (
         ["busy_fraction", "peak_allocated_gib"],
         ["sm_active_fraction", "memory_used_gib", "power_watts", "peak_memory_measured_over_predicted"],
     ),
-    "moe": (["load_max_over_mean"], ["load_cv", "dead_expert_fraction", "load_entropy"]),
+    "moe": (
+        ["load_max_over_mean"],
+        [
+            "load_cv",
+            "dead_expert_fraction",
+            "num_dead_experts",
+            "load_entropy",
+            "worst_layer_load_max_over_mean",
+            "load_max_over_mean_vs_first_steps",
+            "imbalance_step_seconds",
+            "imbalance_usd",
+        ],
+    ),
 }
 
 

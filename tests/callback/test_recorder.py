@@ -68,9 +68,24 @@ def test_the_buckets_of_a_whole_session(fake_clock: FakeClock) -> None:
         "log_seconds": 0.5,
         "startup_seconds": 240.0,
         "other_seconds": 3.0,
+        "rollout_seconds": 0.0,
     }
     assert recorder.totals.data_wait_seconds == 0.5
     assert recorder.totals.wall_seconds == 315.5
+
+
+def test_a_rollout_is_a_bucket_of_its_own_and_what_a_projection_repeats(fake_clock: FakeClock) -> None:
+    recorder = StepRecorder(fake_clock, skip_first_steps=0)
+    recorder.start()
+    fake_clock.pass_seconds(10.0)
+    timing = recorder.step(1, data_wait_seconds=0.5, rollout_seconds=7.0)
+    assert (timing.step_seconds, timing.rollout_seconds, timing.elapsed_seconds) == (3.0, 7.0, 10.0)
+    assert (recorder.totals.train_seconds, recorder.totals.rollout_seconds) == (3.0, 7.0)
+    assert recorder.totals.wall_seconds == 10.0
+    assert recorder.session.step_seconds == 3.0
+    assert recorder.recent_step_seconds == (10.0,)
+    fake_clock.pass_seconds(1.0)
+    assert recorder.step(2, rollout_seconds=5.0).step_seconds == 0.0  # never more than the step
 
 
 def test_the_first_step_is_kept_apart_and_stays_in_the_bill(fake_clock: FakeClock) -> None:

@@ -126,15 +126,36 @@ def test_embeddings_in_place_of_ids() -> None:
     assert counted({"inputs_embeds": torch.zeros(2, 5, 32)}).num_tokens == 10
 
 
-def test_an_encoder_decoders_labels_are_taken_as_they_are() -> None:
+def test_an_encoder_decoder_computes_what_the_decoder_reads_too() -> None:
     class Config:
         is_encoder_decoder = True
 
     class Model(torch.nn.Module):
         config = Config()
 
-    assert label_rule(Model()) == "as_is"
+    assert label_rule(Model()) == "decoder"
     assert label_rule(tiny_llama()) == "shifted"
+    forward = {
+        "input_ids": torch.ones(2, 4, dtype=torch.long),
+        "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        "labels": torch.tensor([[4, 5, -100], [4, 5, 6]]),
+    }
+    assert counted(forward, "decoder") == TokenCounts(
+        num_tokens=8 + 6,
+        num_non_padding_tokens=7 + 5,
+        num_supervised_tokens=5,
+        num_samples=2,
+        longest_sequence_tokens=4,
+        sum_squared_sequence_tokens=2 * 16 + 2 * 9,
+    )
+    given = {name: value for name, value in forward.items() if name != "labels"}  # label smoothing takes the labels
+    decoder = {"decoder_input_ids": torch.ones(2, 5, dtype=torch.long)}
+    shown = counted({**given, **decoder}, "decoder")
+    assert (shown.num_tokens, shown.num_non_padding_tokens, shown.longest_sequence_tokens) == (8 + 10, None, 5)
+    assert counted(given, "decoder").num_tokens is None
+
+
+def test_labels_of_a_masked_model_are_not_shifted() -> None:
     labels = torch.tensor([[4, 5, -100]])
     assert counted({"input_ids": torch.ones(1, 3, dtype=torch.long), "labels": labels}, "as_is").num_supervised_tokens == 2
 

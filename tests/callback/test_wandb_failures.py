@@ -1,16 +1,33 @@
 """What W&B's failures do to a training with ``wandb_guard=True``: nothing. The real client against a local server.
 
 Each case is a process of its own, as a training is: the client's behaviour at the end of one is part of what is tested.
+
+| what fails | training | the server got | on disk | test |
+|---|---|---|---|---|
+| no key, a wrong one, 401, refused, 500, no answer at first | to the end | nothing | all | ``..._cannot_be_opened_...`` |
+| the same without the guard | the client's error ends it | nothing | our record | ``..._without_the_guard_...`` |
+| rows refused for a while (500 twice, 3 dropped) | to the end | all | all | ``..._cannot_be_sent_...`` |
+| rows refused for ever (500, no answer, 401, 404) | to the end | nothing | all | ``..._cannot_be_sent_...`` |
+| the server dies and returns | to the end | all, in order | all | ``..._comes_back_...`` |
+| the server dies for good | to the end | up to then | all | ``..._dies_for_good_...`` |
+| wandb-core is killed | to the end | up to then | up to the last flush | ``..._clients_own_process_...`` |
+| SIGKILL, SIGTERM of the training | ends | up to then | all but the last second | ``..._killed_training_...`` |
+| the disk is full | to the end | all | cut | ``..._full_disk_...`` |
+| ``WANDB_DIR`` cannot be written | to the end | all | in a temporary folder | ``..._cannot_be_written_...`` |
+| ``WANDB_MODE=disabled`` | to the end | nothing | nothing | ``test_wandb_guard.py::test_disabled_stays_disabled`` |
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +85,13 @@ def train(
     *,
     environment: dict[str, str | None] | None = None,
     events: dict[str, tuple[int, Callable[[int], None]]] | None = None,
+    ends_with: int | None = 0,
+    is_guarded: bool = True,
 ) -> Training:
-    """Train; ``events``: name -> (step after which the training waits, what happens then, given its process id)."""
+    """Train; ``events``: name -> (step after which the training waits, what happens then, given its process id).
+
+    ``ends_with``: the exit code; ``None``: any but 0, and then there is no result.
+    """
     variables: dict[str, str] = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     variables |= server.environment(str(folder)) | LIMITS | {"OMP_NUM_THREADS": "1"}
     for name, value in (environment or {}).items():
@@ -78,7 +100,7 @@ def train(
             variables[name] = value
     happen = events or {}
     script = [sys.executable, str(Path(__file__).parent / "wandb_training.py"), str(folder), str(NUM_STEPS)]
-    script += [f"{name}={step}" for name, (step, _) in happen.items()]
+    script += [f"{name}={step}" for name, (step, _) in happen.items()] + ([] if is_guarded else ["unguarded"])
     process = subprocess.Popen(
         script, env=variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -89,10 +111,11 @@ def train(
         last = line
         if line.strip() in happen:
             happen[line.strip()][1](process.pid)
-            _answer(process.stdin)
+            with contextlib.suppress(BrokenPipeError):  # it may have been killed
+                _answer(process.stdin)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    return Training(said, json.loads(last), folder)
+    assert process.returncode == ends_with or (ends_with is None and process.returncode != 0), said
+    return Training(said, json.loads(last) if process.returncode == 0 else {}, folder)
 
 
 def _answer(stdin: IO[str]) -> None:
@@ -136,30 +159,39 @@ def healthy(server: WandbServer) -> None:
     """As it is."""
 
 
+NO_KEY: dict[str, str | None] = {"WANDB_API_KEY": None}
+
+
 @pytest.mark.parametrize(
-    ("prepare", "environment"),
+    ("prepare", "environment", "error"),
     [
-        pytest.param(healthy, {"WANDB_API_KEY": None}, id="no key and no terminal"),
-        pytest.param(healthy, {"WANDB_API_KEY": "short"}, id="a key that is none", marks=pytest.mark.slow),
-        pytest.param(refusing, {}, id="401"),
-        pytest.param(dead, {}, id="nobody listens"),
-        pytest.param(failing, {}, id="500", marks=pytest.mark.slow),
-        pytest.param(hanging, {}, id="no answer", marks=pytest.mark.slow),
+        pytest.param(healthy, NO_KEY, "UsageError", id="no key and no terminal"),
+        pytest.param(healthy, {"WANDB_API_KEY": "short"}, "AuthenticationError", id="no key's form", marks=pytest.mark.slow),
+        pytest.param(refusing, {}, "(Comm)?Error", id="401"),
+        pytest.param(dead, {}, "(Comm)?Error", id="nobody listens"),
+        pytest.param(failing, {}, "(Comm)?Error", id="500", marks=pytest.mark.slow),
+        pytest.param(hanging, {}, "(Comm)?Error", id="no answer", marks=pytest.mark.slow),
         pytest.param(
             dead,
             {"WANDB_RUN_ID": "again", "WANDB_RESUME": "allow"},
+            "(Comm)?Error",
             id="nobody listens, a run to go on with",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_run_that_cannot_be_opened_is_kept_offline(
-    prepare: Callable[[WandbServer], None], environment: dict[str, str | None], server: WandbServer, tmp_path: Path
+    prepare: Callable[[WandbServer], None],
+    environment: dict[str, str | None],
+    error: str,
+    server: WandbServer,
+    tmp_path: Path,
 ) -> None:
     prepare(server)
     training = train(server, tmp_path, environment=environment)
     assert_trained_to_the_end(training)
     assert training.result["mode"] == "offline"
+    assert re.search(rf"W&B cannot be reached \({error}: ", training.said)
     assert training.rows_on_disk == ALL
     folder = Path(sync_command(training)[-1])
     assert folder.is_dir()
@@ -167,15 +199,31 @@ def test_a_run_that_cannot_be_opened_is_kept_offline(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prepare", [healthy, refusing], ids=["no key", "401"])
+def test_without_the_guard_the_clients_error_ends_the_training(
+    prepare: Callable[[WandbServer], None], server: WandbServer, tmp_path: Path
+) -> None:
+    """What the guard is for: should a newer client or Trainer go on here, nobody needs it."""
+    prepare(server)
+    training = train(server, tmp_path, environment=NO_KEY if prepare is healthy else {}, ends_with=None, is_guarded=False)
+    assert "WandbCallback" in training.said or "integration_utils.py" in training.said
+    assert "ftcost_callback/" not in training.said.rpartition("Traceback")[2]
+
+
+@pytest.mark.slow
 def test_the_line_that_is_said_delivers_the_run_later(server: WandbServer, tmp_path: Path) -> None:
     server.die()
     training = train(server, tmp_path)
     server.start()
-    command = [str(Path(sys.executable).parent / "wandb"), *sync_command(training)[1:]]
-    variables = os.environ | server.environment(str(tmp_path)) | {"WANDB_MODE": "online"}
-    subprocess.run(command, env=variables, check=True, capture_output=True, timeout=60)
+    sync(server, tmp_path, *sync_command(training)[1:])
     assert on_server(server) == ALL
     assert server.run.summary["ftcost/summary/global_step"] == NUM_STEPS
+
+
+def sync(server: WandbServer, folder: Path, *arguments: str) -> None:
+    """``wandb sync ...`` as it is typed."""
+    command = [str(Path(sys.executable).parent / "wandb"), *arguments]
+    subprocess.run(command, env=os.environ | server.environment(str(folder)), check=True, capture_output=True, timeout=60)
 
 
 def sync_command(training: Training) -> list[str]:
@@ -215,6 +263,7 @@ def test_a_server_that_dies_for_good_gets_no_alert_and_holds_nothing_up(server: 
     training = train(server, tmp_path, events={"dies": (1, lambda pid: server.die())})
     assert_trained_to_the_end(training)
     assert training.rows_on_disk == ALL
+    assert on_server(server) == []  # it died before the first row
     assert "W&B does not answer, so it gets no alert" in training.said
 
 
@@ -227,6 +276,79 @@ def test_the_death_of_the_clients_own_process_ends_the_rows_alone(server: WandbS
     training = train(server, tmp_path, events={"dies": (3, kill_core)})
     assert_trained_to_the_end(training)
     assert sum("W&B takes no more rows" in line for line in training.said.splitlines()) == 1
+    assert training.rows_on_disk == ALL[: len(training.rows_on_disk)] != ALL
+    assert on_server(server) == ALL[: len(on_server(server))] != ALL
+
+
+def kill_after_a_flush(number: signal.Signals) -> dict[str, tuple[int, Callable[[int], None]]]:
+    def kill(pid: int) -> None:
+        time.sleep(2.0)  # the client writes each second
+        os.kill(pid, number)
+
+    return {"dies": (5, kill)}
+
+
+@pytest.mark.slow
+def test_a_killed_training_loses_the_last_second_alone(server: WandbServer, tmp_path: Path) -> None:
+    training = train(server, tmp_path, events=kill_after_a_flush(signal.SIGKILL), ends_with=-signal.SIGKILL)
+    assert training.rows_on_disk == on_server(server) == [2, 3, 4, 5]
+    assert [step.global_step for step in read_run(tmp_path / "out").steps] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_a_killed_training_can_be_sent_whole_from_the_disk(server: WandbServer, tmp_path: Path) -> None:
+    server.faults["file_stream"] = Fault(status=500)
+    train(server, tmp_path, events=kill_after_a_flush(signal.SIGTERM), ends_with=-signal.SIGTERM)
+    assert on_server(server) == []
+    del server.faults["file_stream"]
+    (folder,) = tmp_path.glob("wandb/run-*")
+    sync(server, tmp_path, "sync", "--include-online", str(folder))
+    assert on_server(server) == [2, 3, 4, 5]
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[Path]:
+    """A file system of its own, of 512 KiB. Skips where mounting is refused: it takes root."""
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"needs a file system of its own, and mount says: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_neither_the_training_nor_the_rows_to_the_server(server: WandbServer, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+
+        def fill(pid: int) -> None:
+            with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+
+        training = train(server, tmp_path, environment={"WANDB_DIR": str(disk)}, events={"fills": (3, fill)})
+        assert_trained_to_the_end(training)
+        assert training.result["mode"] == "online"
+        assert on_server(server) == ALL
+        on_disk = Training(training.said, {}, disk).rows_on_disk
+    assert on_disk == ALL[: len(on_disk)] != ALL
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(server: WandbServer, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with small_disk(tmp_path / "disk") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        training = train(server, tmp_path, environment={"WANDB_DIR": str(disk), "TMPDIR": str(temporary)})
+    assert_trained_to_the_end(training)
+    assert training.result["mode"] == "online"
+    assert on_server(server) == ALL
+    assert Training(training.said, {}, temporary).rows_on_disk == ALL
 
 
 def children(pid: int, name: str) -> list[int]:

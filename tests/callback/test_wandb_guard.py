@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_runs import tiny_trainer
-from wandb_files import OFFLINE_ENVIRONMENT, history
+from wandb_files import history
 
 from ftcost_callback import FTCostCallback, attach
+from ftcost_callback.run_file import read_run
 from ftcost_callback.wandb_guard import LIMITS
 
 wandb = pytest.importorskip("wandb")
 
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name, value in {**OFFLINE_ENVIRONMENT, "WANDB_DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    wandb.teardown()
-    yield
-    if wandb.run is not None:
-        wandb.finish()
-    wandb.teardown()
+pytestmark = pytest.mark.usefixtures("wandb_offline")
 
 
 def guarded(folder: Path, **changes: Any) -> Any:
@@ -90,6 +81,42 @@ def test_disabled_stays_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made.train()
     assert made.state.global_step == 4
     assert list(tmp_path.glob("wandb/*run-*")) == []
+
+
+def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    start = wandb.init
+    modes: list[Any] = []
+
+    def dead_server(*arguments: Any, mode: str | None = None, **named: Any) -> Any:
+        modes.append(mode)
+        if mode != "offline":
+            raise wandb.errors.CommError("connection refused")
+        assert named["settings"].finish_timeout == LIMITS["finish_timeout"]
+        return start(*arguments, mode=mode, **named)
+
+    monkeypatch.setattr(wandb, "init", dead_server)
+    made = guarded(tmp_path)
+    assert wandb.run is not None
+    assert wandb.run.settings.mode == "offline"
+    run_id = wandb.run.id
+    made.train()
+    assert modes == [None, "offline"]  # WandbCallback took the run that was open
+    assert wandb.run.id == run_id
+    assert len(read_run(tmp_path / "out").steps) == 4
+    assert sum("wandb sync" in message for message in caplog.messages) == 1
+
+
+def test_without_the_guard_or_a_report_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("wandb.init was called")
+
+    monkeypatch.setattr(wandb, "init", never)
+    tiny_trainer(tmp_path / "plain", [FTCostCallback(predict=False)]).train()
+    guarded(tmp_path, report_to="none").train()
+    assert wandb.run is None
 
 
 def test_both_sides_config_and_rows_are_complete(tmp_path: Path) -> None:

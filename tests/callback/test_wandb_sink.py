@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ from ftcost_callback.sinks.wandb import server_answers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from wandb_files import OFFLINE_ENVIRONMENT, history, merged, records
+from wandb_files import history, merged, records
 
 wandb = pytest.importorskip("wandb")
+
+pytestmark = pytest.mark.usefixtures("wandb_offline")
 
 SESSION = Session(
     run_id="r1",
@@ -47,17 +48,6 @@ SUMMARY = Summary(
     measured_over_predicted={"before": {"step_seconds": 1.04}},
     verdict="on plan",
 )
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name, value in {**OFFLINE_ENVIRONMENT, "WANDB_DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    wandb.teardown()  # the client keeps the first environment it saw, which was another test's
-    yield
-    if wandb.run is not None:
-        wandb.finish()
-    wandb.teardown()  # the client keeps the first environment it saw
 
 
 def test_rows_config_summary_and_alert(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_runs import TickingClock, TokenRows, stop_at, tiny_mixtral, tiny_trainer
-from wandb_files import OFFLINE_ENVIRONMENT, history, merged, records
+from tiny_runs import listed_rows, priced_callback, stop_at, tiny_mixtral, tiny_trainer
+from wandb_files import history, merged, records
 
-from ftcost_callback import FTCostCallback
 from ftcost_callback.metrics import METRICS
 from ftcost_callback.records import Pause, Step
 from ftcost_callback.run_file import RunRecord, read_run
@@ -24,33 +23,20 @@ from ftcost_callback.sinks import InMemorySink, WandbSink
 
 wandb = pytest.importorskip("wandb")
 
+pytestmark = pytest.mark.usefixtures("wandb_offline")
+
 USD_PER_HOUR = 3600.0  # a dollar a second
 KEYS = {metric.key: metric for metric in METRICS}
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name, value in {**OFFLINE_ENVIRONMENT, "WANDB_DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    wandb.teardown()  # the client keeps the first environment it saw, which was another test's
-    yield
-    if wandb.run is not None:
-        wandb.finish()
-    wandb.teardown()
-
-
-def measuring(**arguments: Any) -> FTCostCallback:
-    fields: dict[str, Any] = {"usd_per_gpu_hour": USD_PER_HOUR, "gpu": "NVIDIA A40", "detail": "full"}
-    callback = FTCostCallback(**(fields | arguments))
-    callback._clock = TickingClock()
-    return callback
+def measuring(**arguments: Any) -> Any:
+    return priced_callback(**({"detail": "full"} | arguments))
 
 
 def trainer(folder: Path, callbacks: list[Any], **changes: Any) -> Any:
     fields: dict[str, Any] = {"max_steps": 10, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     fields |= {"save_strategy": "steps", "save_steps": 4, "report_to": ["wandb"]}
-    rows = [TokenRows()[place] for place in range(len(TokenRows()))]  # a list's lengths are read, for the prediction
-    fields |= {"train_dataset": rows, "eval_dataset": rows}
+    fields |= {"train_dataset": listed_rows(), "eval_dataset": listed_rows()}
     return tiny_trainer(folder / "out", callbacks, **(fields | changes))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_runs import TickingClock, TokenRows, stop_at, tiny_mixtral, tiny_trainer
+from tiny_runs import listed_rows, priced_callback, stop_at, tiny_mixtral, tiny_trainer
 from wandb_server import ENTITY, WandbServer
 
 from costmodel.errors import CostModelError
-from ftcost_callback import FTCostCallback
 from ftcost_callback.run_file import read_run
 from ftcost_callback.wandb_reader import read_wandb_run, read_wandb_runs
 
@@ -25,27 +23,17 @@ PROJECT = "wire"
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbServer]:
-    with WandbServer() as listening:
-        for name, value in listening.environment(str(tmp_path)).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("WANDB_PROJECT", PROJECT)
-        monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-        wandb.teardown()  # the client keeps the first environment it saw
-        yield listening
-        if wandb.run is not None:
-            wandb.finish()
-        wandb.teardown()
-    assert listening.unknown_operations == set()
+def server(monkeypatch: pytest.MonkeyPatch, wandb_online: WandbServer) -> WandbServer:
+    monkeypatch.setenv("WANDB_PROJECT", PROJECT)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return wandb_online
 
 
 def train(folder: Path, *, resume: str | None = None, until: int = 6, **changes: Any) -> None:
-    callback = FTCostCallback(usd_per_gpu_hour=3600.0, gpu="NVIDIA A40", detail="full", budget_usd=0.001)
-    callback._clock = TickingClock()
-    rows = [TokenRows()[place] for place in range(len(TokenRows()))]
+    callback = priced_callback(detail="full", budget_usd=0.001)
     fields: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     fields |= {"save_strategy": "steps", "save_steps": 4, "report_to": ["wandb"], "run_name": "tiny"}
-    fields |= {"train_dataset": rows, "eval_dataset": rows, "model": tiny_mixtral()}
+    fields |= {"train_dataset": listed_rows(), "eval_dataset": listed_rows(), "model": tiny_mixtral()}
     tiny_trainer(folder / "out", [callback, stop_at(until)], **(fields | changes)).train(resume_from_checkpoint=resume)
     wandb.finish()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from wandb_server import Fault, WandbServer
 
 from costmodel.cli import run
 from ftcost_callback.cli import app
-from ftcost_callback.metrics import METRICS
+from ftcost_callback.metrics import COST_AXIS_KEY, EXPERT_HISTOGRAM_KEY, METRICS, TIME_AXIS_KEY
 
 wandb = pytest.importorskip("wandb")
 pytest.importorskip("wandb_workspaces")
@@ -53,7 +53,16 @@ GOLDEN: dict[str, list[tuple[str, str, list[str]]]] = {
                 "ftcost/speed/supervised_tokens_per_second",
             ],
         ),
-        ("Step", STEP, ["ftcost/speed/step_seconds"]),
+        (
+            "Step and its parts",
+            STEP,
+            [
+                "ftcost/speed/step_seconds",
+                "ftcost/speed/forward_seconds",
+                "ftcost/speed/backward_seconds",
+                "ftcost/speed/optimizer_seconds",
+            ],
+        ),
         ("Share of the GPU's peak", STEP, ["ftcost/speed/mfu", "ftcost/speed/hfu"]),
     ],
     "Where the time goes": [
@@ -81,22 +90,17 @@ GOLDEN: dict[str, list[tuple[str, str, list[str]]]] = {
         ),
     ],
     "Experts": [
-        ("Busiest expert over the mean (1 = balanced)", STEP, ["ftcost/moe/load_max_over_mean"]),
+        (
+            "Busiest expert over the mean (1 = balanced)",
+            STEP,
+            ["ftcost/moe/load_max_over_mean", "ftcost/moe/worst_layer_load_max_over_mean"],
+        ),
+        ("Against the first steps (above 1 = less even)", STEP, ["ftcost/moe/load_max_over_mean_vs_first_steps"]),
+        ("What the uneven load has cost", STEP, ["ftcost/moe/imbalance_usd"]),
         ("Spread and entropy of the load", STEP, ["ftcost/moe/load_cv", "ftcost/moe/load_entropy"]),
         ("Experts without a token", STEP, ["ftcost/moe/dead_expert_fraction"]),
     ],
 }
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbServer]:
-    with WandbServer() as listening:
-        for name, value in listening.environment(str(tmp_path)).items():
-            monkeypatch.setenv(name, value)
-        wandb.teardown()
-        yield listening
-        wandb.teardown()
-    assert listening.unknown_operations == set()
 
 
 def charts(spec: dict[str, Any]) -> dict[str, list[tuple[str, str, list[str]]]]:
@@ -111,20 +115,34 @@ def charts(spec: dict[str, Any]) -> dict[str, list[tuple[str, str, list[str]]]]:
     }
 
 
-def test_the_command_saves_the_workspace(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_saves_the_workspace(wandb_online: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["wandb-workspace", "tester/wire"], application=app) == 0
-    (view,) = server.views
+    (view,) = wandb_online.views
     assert (view["entityName"], view["projectName"], view["displayName"]) == ("tester", "wire", "ftcost: cost and speed")
     spec = json.loads(view["spec"])
     assert charts(spec) == GOLDEN
     # Automatic sections of the other keys: by the key up to its last slash.
     assert spec["section"]["panelBankConfig"]["settings"]["autoOrganizePrefix"] == 2
-    assert capsys.readouterr().out.strip().splitlines()[-1].startswith(f"{server.url}/tester/wire?nw=")
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith(f"{wandb_online.url}/tester/wire?nw=")
 
 
 def test_every_key_is_one_that_is_logged() -> None:
     keys = {key for panels in GOLDEN.values() for _, _, y in panels for key in y if not key.startswith("ftcost/by_cost/")}
     assert keys <= {metric.key for metric in METRICS}
+
+
+def test_keys_group_well_by_their_first_and_by_their_last_slash() -> None:
+    """The two ways W&B has (``WorkspaceSettings.group_by_prefix``), and the default of the installed package."""
+    from wandb_workspaces.workspaces import WorkspaceSettings
+
+    assert WorkspaceSettings().group_by_prefix == "last"
+    shown = [metric.key for metric in METRICS if metric.default]
+    everything = [metric.key for metric in METRICS] + [EXPERT_HISTOGRAM_KEY, COST_AXIS_KEY, TIME_AXIS_KEY]
+    assert {key.partition("/")[0] for key in everything} == {"ftcost"}  # one section, of a screen in the default detail
+    assert len(shown) <= 13
+    by_last = Counter(key.rpartition("/")[0] for key in everything)
+    assert by_last.keys() == {f"ftcost/{name}" for name in ("cost", "time", "speed", "gpu", "moe", "moe/load", "by_cost")}
+    assert max(by_last.values()) <= 12
 
 
 @pytest.mark.parametrize("path", ["tester", "tester/", "a/b/c"])
@@ -133,7 +151,7 @@ def test_a_wrong_path_is_said(path: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "give ENTITY/PROJECT" in capsys.readouterr().err
 
 
-def test_a_server_that_refuses_is_said(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.faults["graphql"] = Fault(status=401)
+def test_a_server_that_refuses_is_said(wandb_online: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
+    wandb_online.faults["graphql"] = Fault(status=401)
     assert run(["wandb-workspace", "tester/wire"], application=app) == 2
     assert "W&B did not take the workspace for tester/wire" in capsys.readouterr().err

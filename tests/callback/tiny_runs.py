@@ -104,6 +104,25 @@ class TokenRows:
         return {"input_ids": ids, "labels": labels}
 
 
+def listed_rows() -> list[dict[str, list[int]]]:
+    """The rows as a list, whose lengths are read for the prediction."""
+    rows = TokenRows()
+    return [rows[place] for place in range(len(rows))]
+
+
+def word_tokenizer() -> Any:
+    """Of the words w3 ... w63, one token each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
+    )
+
+
 def pad_right(samples: list[dict[str, list[int]]]) -> dict[str, Any]:
     """A collator: pads ids, mask and labels to the longest sample of the batch."""
     import torch
@@ -163,6 +182,15 @@ def tiny_trainer(output_dir: Path, callbacks: list[Any], *, model: Any = None, *
         callbacks=callbacks,
         **({"train_dataset": TokenRows(), "data_collator": pad_right} | trainer_fields),
     )
+
+
+def priced_callback(**arguments: Any) -> Any:
+    """An ``FTCostCallback`` at a dollar a second, with a prediction for a known card, on a clock that ticks by itself."""
+    from ftcost_callback import FTCostCallback
+
+    callback = FTCostCallback(**({"usd_per_gpu_hour": 3600.0, "gpu": "NVIDIA A40"} | arguments))
+    callback._clock = TickingClock()
+    return callback
 
 
 def num_hooks(model: Any) -> int:

@@ -16,23 +16,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def main(folder: Path) -> None:
     import torch
-    from tiny_runs import TickingClock, TokenRows, tiny_mixtral, tiny_trainer
+    from tiny_runs import listed_rows, priced_callback, tiny_mixtral, tiny_trainer
 
-    from ftcost_callback import FTCostCallback, attach
+    from ftcost_callback import attach
     from ftcost_callback.sinks import InMemorySink, TrackioSink
 
-    rows = [TokenRows()[place] for place in range(len(TokenRows()))]
     for name, sinks, report_to in (
         ("own", [TrackioSink("own")], "none"),
         ("shared", [TrackioSink()], "trackio"),
         ("logs", [InMemorySink()], "trackio"),
     ):
         torch.manual_seed(0)
-        fields: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "train_dataset": rows, "project": name}
+        fields: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "train_dataset": listed_rows(), "project": name}
         trainer = tiny_trainer(folder / name, [], model=tiny_mixtral(), report_to=report_to, **fields)
-        callback = FTCostCallback(usd_per_gpu_hour=3600.0, gpu="NVIDIA A40", budget_usd=0.001, sinks=sinks)
-        callback._clock = TickingClock()
-        attach(trainer, callback)
+        attach(trainer, priced_callback(budget_usd=0.001, sinks=sinks))
         if name == "own":  # nobody listens there; a run of our own stays here, where the Trainer's would follow
             os.environ["TRACKIO_SERVER_URL"] = "http://127.0.0.1:9/?write_token=x"
         trainer.train()

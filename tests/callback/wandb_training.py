@@ -1,7 +1,8 @@
 """A training with W&B online, in a process of its own: what the failure tests start and look at.
 
-``python wandb_training.py FOLDER STEPS [EVENT=STEP ...]``: EVENT is printed when STEP has ended, and the training goes on
-when a line comes back on stdin. At the end one JSON line: whether ``train()`` returned, and how long ``finish()`` took.
+``python wandb_training.py FOLDER STEPS [EVENT=STEP ...] [unguarded]``: EVENT is printed when STEP has ended, and the
+training goes on when a line comes back on stdin. At the end one JSON line: whether ``train()`` returned, and how long
+``finish()`` took.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-def main(folder: Path, num_steps: int, events: dict[int, str]) -> None:
+def main(folder: Path, num_steps: int, events: dict[int, str], *, is_guarded: bool) -> None:
     import wandb
     from tiny_runs import tiny_trainer
     from transformers import TrainerCallback
@@ -28,10 +29,11 @@ def main(folder: Path, num_steps: int, events: dict[int, str]) -> None:
                 print(events[state.global_step], flush=True)
                 sys.stdin.readline()
 
-    guarded = FTCostCallback(predict=False, usd_per_gpu_hour=1.0, budget_usd=1e-9, wandb_guard=True)
-    callbacks = [guarded, Events()]
+    measuring = FTCostCallback(predict=False, usd_per_gpu_hour=1.0, budget_usd=1e-9, wandb_guard=is_guarded)
+    callbacks = [measuring, Events()]
     trainer = tiny_trainer(folder / "out", callbacks, max_steps=num_steps, report_to=["wandb"])
-    mode = "offline" if wandb.run.offline else "disabled" if wandb.run.disabled else "online"
+    run = wandb.run  # of the guard
+    mode = None if run is None else "offline" if run.offline else "disabled" if run.disabled else "online"
     trainer.train()
     began = time.monotonic()
     wandb.finish()
@@ -39,4 +41,6 @@ def main(folder: Path, num_steps: int, events: dict[int, str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), {int(step): name for name, step in (e.split("=") for e in sys.argv[3:])})
+    pairs = [each.split("=") for each in sys.argv[3:] if "=" in each]
+    events = {int(step): name for name, step in pairs}
+    main(Path(sys.argv[1]), int(sys.argv[2]), events, is_guarded="unguarded" not in sys.argv)

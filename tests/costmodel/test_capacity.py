@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from costmodel.capacity import largest_that_fits, share_of_batches_that_fit
+from costmodel.capacity import expected_step_that_does_not_fit, largest_that_fits, share_of_batches_that_fit
 from costmodel.estimation import estimate
 from costmodel.lengths import LengthDistribution
 
@@ -71,4 +73,16 @@ def test_one_long_sample_decides_and_the_warning_says_when_it_comes() -> None:
     )
     assert answer.verdict == "does_not_fit"
     assert answer.share_of_batches_that_fit == pytest.approx(127 / 128)
-    assert any("one in 128" in warning for warning in answer.warnings)
+    assert any("one in 128" in warning and "about step 128;" in warning for warning in answer.warnings)
+
+
+@pytest.mark.parametrize(("share", "micro_batches"), [(0.9, 1), (0.98, 8), (127 / 128, 16)])
+def test_the_step_at_which_an_oom_is_expected_is_that_of_a_simulation(share: float, micro_batches: int) -> None:
+    random = Random(7)
+    first = []
+    for _ in range(4000):
+        step = 1
+        while all(random.random() < share for _ in range(micro_batches)):
+            step += 1
+        first.append(step)
+    assert sum(first) / len(first) == pytest.approx(expected_step_that_does_not_fit(share, micro_batches), rel=0.06)

@@ -146,6 +146,17 @@ def test_data_sheet_of_an_a40() -> None:
     assert a40.l2_cache_bytes == 6 * 2**20
 
 
+def test_links_between_the_gpus_of_a_machine_are_one_direction() -> None:
+    # NVIDIA prints 900 GB/s (H100) and 600 GB/s (A100) for both directions together; PCIe 4.0 x16 carries 31.5 each way.
+    assert find_gpu("H100 SXM").nvlink_bytes_per_second == 450e9
+    assert find_gpu("A100-SXM4-80GB").nvlink_bytes_per_second == 300e9
+    assert find_gpu("L40S").nvlink_bytes_per_second is None
+    assert find_gpu("L40S").pcie_bytes_per_second == 31.5e9
+    linked = {gpu.name for gpu in list_gpus() if gpu.nvlink_bytes_per_second or gpu.pcie_bytes_per_second}
+    unknown = {gpu.name for gpu in list_gpus()} - linked
+    assert unknown == {"A16 (per GPU)", "GH200 96GB", "GH200 144GB"}
+
+
 def test_unknown_cells_are_none_and_not_zero() -> None:
     assert find_gpu("T4").peak_bf16_flops_per_second is None  # Turing has no bf16 matrix units
     assert find_gpu("Tesla P100-SXM2-16GB").memory_is_marketed is True

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sample_answer import ANSWER, GIB, StandInEstimator
 
-from costmodel import cli
+from costmodel import cli, cli_flags, cli_lists
 from costmodel.errors import CostModelError
 from costmodel.specs import Job, Lengths
 
@@ -25,7 +25,8 @@ MODEL = "mistralai/Mixtral-8x7B-v0.1"
 @pytest.fixture(autouse=True)
 def _day_and_prices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A day on which no price of the tests is stale, and no prices of the person who runs them."""
-    monkeypatch.setattr(cli, "_today", lambda: datetime.date(2026, 11, 9))
+    for module in (cli, cli_lists):
+        monkeypatch.setattr(module, "today", lambda: datetime.date(2026, 11, 9))
     monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path / "config"))
 
 
@@ -81,6 +82,7 @@ FLAG_VALUES: dict[str, tuple[str | None, Any]] = {
     "gradient_checkpointing_kwargs": ('{"use_reentrant": false}', {"use_reentrant": False}),
     "attn_implementation": ("sdpa", "sdpa"),
     "experts_implementation": ("grouped_mm", "grouped_mm"),
+    "expert_imbalance": ("1.5", 1.5),
     "optim": ("paged_adamw_8bit", "paged_adamw_8bit"),
     "torch_compile": (None, True),
     "use_liger_kernel": (None, True),
@@ -156,13 +158,13 @@ def test_short_forms(estimator: StandInEstimator) -> None:
     ],
 )
 def test_lengths_from_text(text: str, lengths: dict[str, Any]) -> None:
-    assert cli.lengths_from_text(text) == lengths
+    assert cli_flags.lengths_from_text(text) == lengths
 
 
 @pytest.mark.parametrize("text", ["1024", "79", "a:b:c", "79:", "median:3,max:9", "79:1,79:2", ""])
 def test_lengths_that_are_not_understood(text: str) -> None:
     with pytest.raises(CostModelError, match="use 79:4000"):
-        cli.lengths_from_text(text)
+        cli_flags.lengths_from_text(text)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_lengths_that_are_not_understood(text: str) -> None:
     [("all-linear", "all-linear"), ("q_proj", ("q_proj",)), (r".*\.q_proj", r".*\.q_proj"), ("w1,w2", ("w1", "w2"))],
 )
 def test_target_modules_from_text(text: str, targets: Any) -> None:
-    assert cli.job_fields_from_flags({"lora_target_modules": text}) == {"lora_target_modules": targets}
+    assert cli_flags.job_fields_from_flags({"lora_target_modules": text}) == {"lora_target_modules": targets}
 
 
 def test_inline_models_and_described_gpus(estimator: StandInEstimator) -> None:
@@ -531,8 +533,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_flag_has_a_line_of_help() -> None:
-    assert set(cli._HELP) == set(Job.model_fields)
-    assert set(cli._SHORT_FORMS) <= set(Job.model_fields)
+    assert set(cli_flags._HELP) == set(Job.model_fields)
+    assert set(cli_flags._SHORT_FORMS) <= set(Job.model_fields)
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:

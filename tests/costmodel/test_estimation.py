@@ -8,6 +8,7 @@ import math
 import pytest
 
 from costmodel import CostModelError, estimate
+from costmodel.estimation import estimated_imbalance_seconds
 from costmodel.specs import parse_job
 
 PAPER_JOB = {
@@ -349,3 +350,50 @@ def test_float32_weights_that_nobody_asked_for_are_said() -> None:
     answer = estimate(model="Qwen/Qwen3-8B", gpu="H100 SXM", method="lora", framework="trl")
     assert answer.job["dtype"] == "float32"
     assert any("dtype bfloat16" in warning for warning in answer.warnings)
+
+
+def test_several_gpus_communicate_and_say_what_that_rests_on() -> None:
+    one, eight = (estimate(DENSE_JOB, method="full", lora_r=None, lora_target_modules=None, num_gpus=n) for n in (1, 8))
+    assert one.step is not None
+    assert eight.step is not None
+    assert "communication" not in one.step.by_group_seconds
+    waited = eight.step.by_group_seconds["communication"]
+    assert eight.step_seconds == pytest.approx(one.step_seconds + waited)
+    said = [warning for warning in eight.warnings if "communication is computed for PCIe at 31.5 GB/s" in warning]
+    assert len(said) == 1
+    assert "no measured run stands behind that" in said[0]
+    assert not any("communication" in warning for warning in one.warnings)
+    ratios = [answer.step_seconds_high / answer.step_seconds for answer in (one, eight)]
+    assert ratios[1] > ratios[0]
+
+
+def test_a_gpu_whose_link_is_not_known_leaves_communication_out_and_says_so() -> None:
+    described = {
+        "name": "mine",
+        "memory_bytes": 48 * 2**30,
+        "memory_bandwidth_bytes_per_second": 8e11,
+        "peak_bf16_flops_per_second": 2e14,
+    }
+    assumed = estimate(DENSE_JOB, gpu={**described, "architecture": "Ada"}, num_gpus=8)
+    assert any("PCIe at 31.5 GB/s a direction (assumed from its architecture)" in each for each in assumed.warnings)
+    eight = estimate(DENSE_JOB, gpu=described, num_gpus=8)
+    assert eight.step is not None
+    assert "communication" not in eight.step.by_group_seconds
+    assert any("communication is not in the step time" in warning for warning in eight.warnings)
+
+
+def test_more_gpus_than_a_machine_holds_are_doubted() -> None:
+    many = estimate(DENSE_JOB, gpu="H100 SXM", num_gpus=16)
+    assert any("several machines, whose network is slower" in warning for warning in many.warnings)
+
+
+def test_seconds_of_uneven_experts_follow_from_a_job() -> None:
+    job = {**PAPER_JOB, "lengths": {"fixed": 256}, "max_length": 256, "gpu": "H100 SXM"}
+    even, uneven = (estimated_imbalance_seconds(job, load) for load in ([1] * 8, [13, 1, 1, 1, 1, 1, 1, 1]))
+    assert even == 0.0
+    assert uneven is not None
+    assert uneven > 0
+    through_job = estimate(job, expert_imbalance=13 / 2.5)
+    assert through_job.step is not None
+    assert through_job.step.by_group_seconds["expert_imbalance"] > 0
+    assert estimated_imbalance_seconds({**job, "lengths": None}, 2.0) is None

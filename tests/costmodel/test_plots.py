@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import struct
 import sys
 import types
 import xml.etree.ElementTree as ElementTree
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +201,62 @@ def test_files(tmp_path: Path) -> None:
         plots.write_picture(str(tmp_path / "no" / "a.svg"), svg, title="t")
 
 
-def test_png_needs_cairosvg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cairosvg", None)
+def _pixels(png: bytes, num_rows: int) -> tuple[int, int, list[bytes]]:
+    """(width, height, the first rows) of an 8-bit PNG without interlacing, its filters undone."""
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {b"IDAT": b""}, 8
+    while at < len(png):
+        (size,), kind = struct.unpack(">I", png[at : at + 4]), png[at + 4 : at + 8]
+        chunks[kind] = chunks.get(kind, b"") + png[at + 8 : at + 8 + size]
+        at += 12 + size
+    width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert (depth, interlaced) == (8, 0)
+    step = {2: 3, 6: 4}[colour]
+    data, rows, above = zlib.decompress(chunks[b"IDAT"]), [], bytearray(width * step)
+    for start in range(0, num_rows * (width * step + 1), width * step + 1):
+        kind, row = data[start], bytearray(data[start + 1 : start + 1 + width * step])
+        for index in range(len(row)):
+            left = row[index - step] if index >= step else 0
+            corner = above[index - step] if index >= step else 0
+            guess = left + above[index] - corner
+            paeth = min((left, above[index], corner), key=lambda each: abs(guess - each))
+            row[index] = (row[index] + (0, left, above[index], (left + above[index]) // 2, paeth)[kind]) % 256
+        rows.append(bytes(row[i] for i in range(len(row)) if step == 3 or i % 4 != 3))
+        above = row
+    return width, height, rows
+
+
+def test_png_is_the_light_picture_twice_as_large(tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py", reason="resvg-py (extra plots) is not installed")
+    svg = plots.estimate_svg(answer())
+    plots.write_picture(str(tmp_path / "a.png"), svg, title="t")
+    width, height, rows = _pixels((tmp_path / "a.png").read_bytes(), 270)
+    tall = float(ElementTree.fromstring(svg).get("height", ""))
+    assert (width, height) == (2 * plots.WIDTH, 2 * tall)
+    seen = {rows[y][3 * x : 3 * x + 3] for y in range(0, 270, 3) for x in range(width)}
+    colours = {bytes.fromhex(colour) for colour in ("ffffff", "1f5fa8", "b00020")}  # paper, weights, the card's limit
+    assert colours <= seen
+    assert rows[0][:3] == b"\xff\xff\xff"
+    # the weights' bar is as long as in the SVG
+    bar = next(rect for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect") if rect.get("class") == "s0")
+    y = round(2 * (float(bar.get("y", "")) + 13))
+    drawn = sum(rows[y][3 * x : 3 * x + 3] == bytes.fromhex("1f5fa8") for x in range(width))
+    assert drawn == pytest.approx(2 * float(bar.get("width", "")), abs=2)
+
+
+def test_png_without_the_extra_or_without_a_font_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ftcost\[plots\]'"):
         plots.write_picture(str(tmp_path / "a.png"), "<svg/>", title="t")
+    blind = types.SimpleNamespace(svg_to_bytes=lambda svg_string, width: b"\x89PNG of rectangles alone")
+    monkeypatch.setitem(sys.modules, "resvg_py", blind)
+    with pytest.raises(CostModelError, match="this machine has none"):
+        plots.write_picture(str(tmp_path / "a.png"), plots.estimate_svg(answer()), title="t")
     assert not (tmp_path / "a.png").exists()
-    stand_in = types.SimpleNamespace(svg2png=lambda bytestring, output_width: b"\x89PNG" + bytestring)
-    monkeypatch.setitem(sys.modules, "cairosvg", stand_in)
-    plots.write_picture(str(tmp_path / "a.png"), "<svg/>", title="t")
-    assert (tmp_path / "a.png").read_bytes() == b"\x89PNG<svg/>"
+    seeing = types.SimpleNamespace(svg_to_bytes=lambda svg_string, width: b"\x89PNG" + svg_string.encode())
+    monkeypatch.setitem(sys.modules, "resvg_py", seeing)
+    plots.write_picture(str(tmp_path / "a.png"), plots.estimate_svg(answer()), title="t")
+    assert (tmp_path / "a.png").exists()
 
 
 def test_commands_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

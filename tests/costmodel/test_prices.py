@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import io
 import json
+import logging
 import re
 import sys
 import types
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from costmodel import cli
+from costmodel import cli, cli_lists
 from costmodel.catalog import (
     TIERS,
     bill_usd_per_hour,
@@ -222,7 +224,8 @@ def test_a_price_older_than_90_days_is_said(as_of: str, today: str, said: str | 
 
 
 def test_the_commands_say_how_old_a_price_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "_today", lambda: datetime.date(2026, 11, 30))
+    for module in (cli, cli_lists):
+        monkeypatch.setattr(module, "today", lambda: datetime.date(2026, 11, 30))
     flags = ["-m", "meta-llama/Llama-2-7b-hf", "--method", "lora", "--bf16", "--framework", "trl", "-b", "1"]
     flags += ["--lengths", "dataset:math_14k", "--samples", "1000", "--cloud", "RunPod"]
     sentence = "ftcost: the price of RunPod A40 on_demand is 103 days old: check it, or run ftcost prices --update\n"
@@ -457,7 +460,8 @@ def _install_gpuhunt(monkeypatch: pytest.MonkeyPatch, offers: list[CatalogItem] 
 
 
 def test_update_goes_before_the_built_in_prices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "_today", lambda: TODAY)
+    for module in (cli, cli_lists):
+        monkeypatch.setattr(module, "today", lambda: TODAY)
     asked = _install_gpuhunt(monkeypatch, OFFERS)
     before = {price.gpu for price in list_prices()}
     assert find_price("A40", cloud="RunPod").usd_per_gpu_hour == 0.44
@@ -484,7 +488,7 @@ def test_a_local_catalogue_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "notes.txt").touch()
     monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
     asked = _install_gpuhunt(monkeypatch, OFFERS)
-    assert fetch_offers()[0] == [offer for offer in OFFERS if offer.gpu_count]
+    assert list(fetch_offers().offers) == [offer for offer in OFFERS if offer.gpu_count]
     assert asked == [{"provider": ["aws", "runpod"], "min_gpu_count": 1}]
 
 
@@ -492,6 +496,61 @@ def test_an_update_older_than_the_built_in_prices_gives_way() -> None:
     write_prices(updated_prices_path(), rows_from_offers(OFFERS, as_of=datetime.date(2026, 8, 1)).rows)
     assert find_price("A40", cloud="RunPod").usd_per_gpu_hour == 0.44
     assert find_price("A100-SXM4-40GB", cloud="AWS", tier="spot").usd_per_instance_hour == 8.0  # not built in
+
+
+def test_a_cloud_that_does_not_answer_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpuhunt 0.1.34 ends the whole query with the error of one online provider, and logs catalogues that fail to load."""
+    _install_gpuhunt(monkeypatch, OFFERS)
+    logger = logging.getLogger("gpuhunt._internal.catalog")
+
+    def query(provider: str | None = None, **filters: Any) -> list[CatalogItem]:
+        if provider is None:
+            try:
+                raise OSError("HTTP Error 404")
+            except OSError:
+                logger.exception("Failed to load %s catalog. Keeping the previously loaded catalog, if any.", "gcp")
+        if provider in (None, "vastai"):
+            raise OSError("console.vast.ai does not answer")
+        if provider in ("crusoe", "vultr"):
+            raise ValueError(f"Provider is not loaded: {provider}")
+        return [offer for offer in OFFERS if offer.provider == provider]
+
+    monkeypatch.setattr(sys.modules["gpuhunt"], "query", query)
+    assert cli.run(["prices", "A40", "--update", "--json"]) == 0
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "not loaded, prices stay as they were: GCP, Vast\n" in err
+    assert " from AWS, RunPod\n" in err
+
+
+def test_the_real_gpuhunt_reads_a_local_catalogue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpuhunt = pytest.importorskip("gpuhunt", reason="gpuhunt (extra prices) is not installed")
+    header = [field.name for field in dataclasses.fields(gpuhunt.CatalogItem) if field.name != "provider"]
+    machine = dict(zip(header, [""] * len(header), strict=True)) | {
+        "instance_name": "p4d.24xlarge",
+        "location": "us-east-1",
+        "price": "21.96",
+        "cpu": "96",
+        "memory": "1152",
+        "gpu_count": "8",
+        "gpu_name": "A100",
+        "gpu_memory": "40",
+        "spot": "False",
+        "gpu_vendor": "nvidia",
+        "cpu_arch": "x86",
+        "provider_data": "{}",
+    }
+    with (tmp_path / "aws.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, header)
+        writer.writeheader()
+        writer.writerow(machine)
+    monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
+    fetched = fetch_offers()
+    (row,) = rows_from_offers(fetched.offers, as_of=TODAY, version=fetched.version).rows
+    assert (row.price.gpu, row.price.gpus_per_instance, row.price.usd_per_instance_hour) == ("A100-SXM4-40GB", 8, 21.96)
+    assert row.price.source == f"gpuhunt {fetched.version}"
 
 
 def test_without_gpuhunt_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

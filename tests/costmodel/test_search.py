@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from sample_answer import StandInEstimate, StandInEstimator, answer
 
 from costmodel import report, search
-from costmodel.catalog import find_gpu, list_prices
+from costmodel.catalog import find_gpu, list_gpus, list_prices
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.skypilot import resources_block
 from costmodel.specs import Job, parse_job
@@ -148,7 +149,11 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"A40": ("fits", 10.0, 7200.0), "V100-SXM2-16GB": ("error", None, None)}
     monkeypatch.setattr(search, "estimate", TableEstimator(table))
-    shown = report.comparison_table(search.compare({**JOB, "cloud": "RunPod"}, gpus=list(table)))
+    found = search.compare({**JOB, "cloud": "RunPod"}, gpus=list(table))
+    narrow = report.comparison_table(found)
+    assert narrow.rows[0][:6] == ("*", "A40", "2 h", "$10.00", "0.44", "RunPod")
+    assert narrow.rows[1][1:4] == ("V100-SXM2-16GB", "cannot run", "")
+    shown = report.comparison_table(found, wide=True)
     assert shown.rows[0][:3] == ("*", "A40", "fits")
     assert shown.rows[0][6:] == ("$0.44/h", "RunPod Secure A40 on_demand", "2026-08-19", "")
     assert shown.rows[1][1:5] == ("V100-SXM2-16GB", "error", "", "this GPU has no bf16 peak")
@@ -222,6 +227,63 @@ def test_spot_with_interruptions_is_ranked_by_what_is_expected() -> None:
     assert interrupted.total_usd == pytest.approx(plain.total_usd * interrupted.total_seconds / plain.total_seconds)
     lost = interrupted.spot.num_interruptions * (interrupted.spot.save_interval_seconds / 2 + 600)
     assert interrupted.total_seconds == pytest.approx(plain.total_seconds + lost)
+
+
+def _table_lines(table: report.Table) -> list[str]:
+    stream = io.StringIO()
+    report.print_table(table, stream)
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("tiers", [["on_demand"], ["spot", "community", "reserved"]])
+def test_the_table_holds_100_columns_and_wide_says_the_rest(tiers: list[str]) -> None:
+    found = search.compare({**LLAMA, "lengths": {"dataset": "math_14k"}, "num_samples": 1_500_000}, None, tiers)
+    day = datetime.date(2026, 11, 30)
+    for every_offer in (True, False):
+        lines = _table_lines(report.comparison_table(found, today=day, every_offer=every_offer))
+        assert max(map(len, lines)) <= 100
+        assert any(line.startswith("80 % of runs take ") for line in lines)
+    wide = report.comparison_table(found, today=day, wide=True)
+    assert wide.columns[-1] == "settings"
+    assert "checkpointing off" in " ".join(row[-1] for row in wide.rows)
+    low, high = report._common_interval(found)  # type: ignore[misc]
+    for each in found:
+        if each.estimate and each.estimate.total_seconds:
+            assert low <= each.estimate.total_seconds_low / each.estimate.total_seconds <= 1  # type: ignore[operator]
+            assert 1 <= each.estimate.total_seconds_high / each.estimate.total_seconds <= high  # type: ignore[operator]
+
+
+def test_long_names_stay_apart() -> None:
+    names = {gpu.name for gpu in list_gpus()}
+    assert len({report._short_gpu(name) for name in names}) == len(names)
+    assert max(len(report._short_gpu(name)) for name in names) <= 22
+    assert report._short_gpu("RTX PRO 6000 Blackwell Server") == "RTX PRO 6000 .. Server"
+
+
+def test_beside_an_old_price_that_comes_first_stands_the_newest() -> None:
+    day = datetime.date(2026, 11, 30)
+    found = search.compare(LLAMA, ["B200", "A40"])
+    first = next(each for each in found if each.gpu == "B200")
+    assert first.price is not None
+    assert first.price.as_of == "2026-03-22"  # cheap, but from spring
+    table = report.comparison_table(found, today=day, every_offer=False)
+    ages = [row[6] for row in table.rows if row[1] == "B200"]
+    assert ages == ["253 d!", "66 d"]
+    assert "! = the price is older than 90 days" in table.title
+    fresh = report.comparison_table(found, today=datetime.date(2026, 4, 1), every_offer=False)
+    assert [row[1] for row in fresh.rows].count("B200") == 1
+    assert "!" not in fresh.title
+
+
+def test_the_nvl_card_is_as_its_data_sheet_and_says_what_is_not_measured() -> None:
+    """3.9 against 3.35 TB/s, 835 against 989 TFLOP/s, 400 against 700 W: NVIDIA's data sheets of H100."""
+    nvl, sxm = find_gpu("H100 NVL"), find_gpu("H100 SXM")
+    assert (nvl.memory_bandwidth_bytes_per_second, sxm.memory_bandwidth_bytes_per_second) == (3.9e12, 3.35e12)
+    assert (nvl.peak_bf16_flops_per_second, sxm.peak_bf16_flops_per_second) == (835.5e12, 989e12)
+    assert (nvl.tdp_watts, sxm.tdp_watts) == (400, 700)
+    assert sxm.measured_bf16_matmul_flops_per_second is not None
+    assert nvl.measured_bf16_matmul_flops_per_second is None
+    assert "nobody measured" in nvl.notes
 
 
 def test_old_prices_are_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from costmodel import constants as c
 from costmodel.catalog import find_gpu, find_model_config
 from costmodel.defaults import ResolvedJob, resolve
+from costmodel.errors import CostModelError
+from costmodel.expert_load import dropped_token_fraction
 from costmodel.hf_config import model_spec_from_config
+from costmodel.links import link_of
 from costmodel.model_spec import ModelSpec
-from costmodel.specs import parse_job
-from costmodel.step_time import StepTime, _dequantisation_seconds_per_weight, matmul_ceiling, step_time
+from costmodel.specs import GpuSpec, parse_job
+from costmodel.step_time import StepTime, _dequantisation_seconds_per_weight, imbalance_seconds, matmul_ceiling, step_time
 from costmodel.workload import Batch
 
 LLAMA = "meta-llama/Llama-3.2-3B"
@@ -132,7 +136,8 @@ def test_an_fp32_adapter_beside_a_16_bit_linear_costs_casts_and_a_16_bit_one_doe
 def test_experts_in_a_loop_wait_whatever_the_batch() -> None:
     small, large = (timed(MIXTRAL, "A40", size, 128, **QLORA) for size in (4, 32))
     assert small.expert_loop_seconds == pytest.approx(large.expert_loop_seconds, rel=0.01)
-    assert small.expert_loop_seconds > 256 * c.SECONDS_PER_EXPERT_VISIT["transformers"]
+    # 32 layers of eight experts, at least 30 operators forward, 30 again and 60 backward
+    assert small.expert_loop_seconds > 256 * 120 * c.LOOP_OPERATOR_FACTOR * c.SECONDS_PER_OPERATOR
 
 
 def test_a_stack_that_waits_adds_host_and_device() -> None:
@@ -161,3 +166,213 @@ def test_a_described_gpu_without_a_compute_capability_is_taken_for_a_newer_card(
     assert _dequantisation_seconds_per_weight("nf4", described) == _dequantisation_seconds_per_weight("nf4", ada)
     turing = ada.model_copy(update={"compute_capability": "7.5"})
     assert 2 * _dequantisation_seconds_per_weight("nf4", turing) == _dequantisation_seconds_per_weight("nf4", ada)
+
+
+# --- uneven experts ---------------------------------------------------------------------------------------------------
+
+SMALL_EXPERTS = "Qwen/Qwen3-30B-A3B"  # 128 experts
+FULL_BF16: dict[str, Any] = {"method": "full", "dtype": "bfloat16"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    loads=st.lists(st.integers(0, 50), min_size=8, max_size=8).filter(any),
+    tokens=st.sampled_from([64, 512, 2048, 8192]),
+    ranks=st.sampled_from([1, 2, 4]),
+)
+def test_uneven_experts_cost_nothing_when_even_and_never_less_when_further_from_it(
+    loads: list[int], tokens: int, ranks: int
+) -> None:
+    model, job = prepared(MIXTRAL, **FULL_BF16)
+    gpu, batch, mean = find_gpu("H100 SXM"), Batch.of(1, tokens), sum(loads) / 8
+    mixes = [[mean + share * (each - mean) for each in loads] for share in (0.0, 0.25, 0.5, 1.0)]
+    extra = [imbalance_seconds(model, job, gpu, batch, mix, expert_ranks=ranks) for mix in mixes]
+    assert extra[0] == pytest.approx(0.0, abs=1e-9)
+    for less, more in itertools.pairwise(extra):
+        assert less is not None
+        assert more is not None
+        assert more >= less - 1e-9
+
+
+def test_the_busiest_expert_over_the_mean_is_enough_and_stands_in_its_own_group() -> None:
+    model, job = prepared(SMALL_EXPERTS, **FULL_BF16)
+    gpu, batch = find_gpu("H100 SXM"), Batch.of(1, 8192)
+    extra = [imbalance_seconds(model, job, gpu, batch, each) for each in (1.0, 2.0, 4.0, 16.0, 128.0)]
+    assert extra[0] == 0.0
+    assert all(a is not None and b is not None and a < b for a, b in itertools.pairwise(extra))
+    step = step_time(model, replace(job, expert_imbalance=4.0), gpu, batch)
+    even = step_time(model, job, gpu, batch)
+    assert step is not None
+    assert even is not None
+    assert "expert_imbalance" not in even.by_group_seconds
+    assert sum(step.by_group_seconds.values()) == pytest.approx(step.step_seconds)
+    assert step.step_seconds - even.step_seconds == pytest.approx(extra[2])
+
+
+def test_on_one_gpu_large_batches_cost_the_same_whoever_does_the_work_and_over_several_the_busiest_decides() -> None:
+    model, job = prepared(MIXTRAL, **FULL_BF16)
+    gpu, batch, skewed = find_gpu("H100 SXM"), Batch.of(16, 4096), [3, 1, 1, 1, 1, 1, 1, 1]
+    even = step_time(model, job, gpu, batch)
+    assert even is not None
+    assert imbalance_seconds(model, job, gpu, batch, skewed) == pytest.approx(0.0, abs=1e-6 * even.step_seconds)
+    # with one expert a GPU, the busiest has 3 / 1.25 of the mean tokens
+    over_eight = imbalance_seconds(model, job, gpu, batch, skewed, expert_ranks=8)
+    assert over_eight == pytest.approx((3 / 1.25 - 1) * even.by_group_seconds["experts"], rel=0.05)
+
+
+def test_a_matrix_of_counts_is_the_mean_of_its_layers_and_skips_those_that_saw_nothing() -> None:
+    model, job = prepared(MIXTRAL, **FULL_BF16)
+    gpu, batch = find_gpu("H100 SXM"), Batch.of(1, 512)
+    rows = [[9, 1, 1, 1, 1, 1, 1, 1], [1] * 8]
+    both, skipped = (imbalance_seconds(model, job, gpu, batch, matrix) for matrix in (rows, [*rows, [0] * 8]))
+    one = imbalance_seconds(model, job, gpu, batch, rows[0])
+    assert one is not None
+    assert one > 0
+    assert both == skipped == pytest.approx(one / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        pytest.param([1, 2, 3], "3 numbers for 8 experts", id="another number"),
+        pytest.param([-1, *[1] * 7], "0 or more", id="negative"),
+        pytest.param([float("nan"), *[1] * 7], "0 or more", id="nan"),
+        pytest.param([0] * 8, "no expert saw a token", id="nothing"),
+        pytest.param([], "no expert saw a token", id="empty"),
+        pytest.param(0.5, "1 \\(even\\) to 8", id="below the mean"),
+        pytest.param(9.0, "1 \\(even\\) to 8", id="above all"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(load: Any, words: str) -> None:
+    model, job = prepared(MIXTRAL, **FULL_BF16)
+    with pytest.raises(CostModelError, match=words):
+        imbalance_seconds(model, job, find_gpu("H100 SXM"), Batch.of(1, 512), load)
+
+
+def test_experts_that_do_not_split_evenly_over_gpus_are_refused() -> None:
+    model, job = prepared(MIXTRAL, **FULL_BF16)
+    with pytest.raises(CostModelError, match="8 experts cannot be split evenly over 3"):
+        imbalance_seconds(model, job, find_gpu("H100 SXM"), Batch.of(1, 512), 2.0, expert_ranks=3)
+
+
+def test_a_dense_model_has_no_imbalance() -> None:
+    model, job = prepared(LLAMA, **LORA)
+    assert imbalance_seconds(model, job, find_gpu("H100 SXM"), Batch.of(1, 512), 2.0) == 0.0
+    with pytest.raises(CostModelError, match="mixtures of experts"):
+        prepared(LLAMA, **LORA, expert_imbalance=2.0)
+
+
+def test_a_fixed_capacity_drops_what_is_above_it() -> None:
+    assert dropped_token_fraction([1] * 8, 8, 1.0) == 0.0
+    assert dropped_token_fraction([16, *[0] * 7], 8, 1.25) == pytest.approx(1 - 1.25 / 8)
+    shares = [dropped_token_fraction(load, 8, 1.25) for load in (1.0, 1.5, 2.0, 4.0, 8.0)]
+    assert shares == sorted(shares)
+    with pytest.raises(CostModelError, match="capacity_factor"):
+        dropped_token_fraction(2.0, 8, 0.0)
+
+
+def test_padding_of_blackmamba_visits_more_experts_and_that_of_others_does_not() -> None:
+    for name, grows in (("Zyphra/BlackMamba-2.8B", True), (MIXTRAL, False)):
+        model, job = prepared(name, method="full", dtype="bfloat16", framework_version="4.40")
+        plain = Batch.of(8, 256)
+        padded = replace(plain, num_padding_tokens=1024.0)
+        without, beside = (step_time(model, job, find_gpu("A40"), batch) for batch in (plain, padded))
+        assert without is not None
+        assert beside is not None
+        assert (beside.step_seconds > 1.05 * without.step_seconds) is grows
+        assert beside.step_seconds >= without.step_seconds
+
+
+# --- several GPUs -----------------------------------------------------------------------------------------------------
+
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
+
+
+def waiting(gpu: str | GpuSpec, num_gpus: int, *, batch_size: int = 2, tokens: int = 1024, **fields: Any) -> float:
+    """Seconds of a step of Llama 3.1 8B that go to communication."""
+    model, job = prepared(LLAMA_8B, per_device_train_batch_size=batch_size, num_gpus=num_gpus, **fields)
+    spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    step = step_time(model, job, spec, Batch.of(batch_size, tokens))
+    assert step is not None
+    assert sum(step.by_group_seconds.values()) == pytest.approx(step.step_seconds)
+    passes = step.forward_seconds + step.backward_seconds + step.optimizer_seconds
+    assert passes == pytest.approx(step.step_seconds)
+    return step.by_group_seconds.get("communication", 0.0)
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {**FULL_BF16, "deepspeed": {"zero_optimization": {"stage": stage}}}
+
+
+@pytest.mark.parametrize("fields", [FULL_BF16, zero(2), zero(3), {**FULL_BF16, "fsdp": "full_shard"}])
+def test_one_gpu_communicates_nothing(fields: dict[str, Any]) -> None:
+    assert waiting("L40S", 1, **fields) == 0.0
+
+
+def test_plain_data_parallelism_sends_the_gradients_of_what_is_trained() -> None:
+    """8.03e9 weights in bf16, twice over 7 / 8 of a ring, at half of PCIe 4.0; nothing of it fits beside 64 tokens."""
+    seconds = 2 * (7 / 8) * 2 * 8.03e9 / (0.5 * 31.5e9)
+    full = waiting("L40S", 8, batch_size=1, tokens=64, **FULL_BF16)
+    assert full == pytest.approx(seconds, rel=0.1)
+    assert waiting("L40S", 8, batch_size=1, tokens=64, **LORA) < 0.01 * full
+
+
+def test_gradients_hide_behind_a_long_backward_but_for_the_last_bucket() -> None:
+    bucket = 2 * (7 / 8) * 25 * 2**20 / (0.8 * 300e9)
+    assert waiting("A100-SXM4-80GB", 8, batch_size=8, tokens=2048, **FULL_BF16) == pytest.approx(bucket)
+
+
+@pytest.mark.parametrize("fields", [FULL_BF16, zero(1), zero(2), zero(3), {**FULL_BF16, "fsdp": "full_shard"}])
+def test_a_faster_link_never_waits_longer_and_more_gpus_never_less(fields: dict[str, Any]) -> None:
+    card = find_gpu("L40S")
+    links = [card.model_copy(update={"pcie_bytes_per_second": rate * 1e9}) for rate in (8, 16, 32, 64, 450)]
+    by_rate = [waiting(each, 8, **fields) for each in links]
+    assert by_rate == sorted(by_rate, reverse=True)
+    assert by_rate[0] > 2 * by_rate[-1]
+    by_number = [waiting(card, number, **fields) for number in (2, 4, 8)]
+    assert by_number == sorted(by_number)
+
+
+@pytest.mark.parametrize("gpu", ["A100-SXM4-80GB", "L40S"])
+def test_sharding_the_weights_sends_more_than_sharding_the_gradients(gpu: str) -> None:
+    assert waiting(gpu, 8, **zero(3)) > waiting(gpu, 8, **zero(2)) > 0
+    fsdp = [waiting(gpu, 8, **FULL_BF16, fsdp=strategy) for strategy in ("full_shard", "shard_grad_op")]
+    assert fsdp[0] > fsdp[1]
+
+
+def test_sharded_states_are_updated_by_all_gpus_together() -> None:
+    model, job = prepared(LLAMA_8B, **zero(2), num_gpus=8)
+    alone, shared = (
+        step_time(model, each, find_gpu("H100 SXM"), Batch.of(1, 512))
+        for each in (replace(job, num_gpus=1, sharding=replace(job.sharding, num_gpus=1)), job)
+    )
+    assert alone is not None
+    assert shared is not None
+    assert shared.by_group_seconds["optimizer"] == pytest.approx(alone.by_group_seconds["optimizer"] / 8)
+
+
+def test_every_accumulation_step_gathers_sharded_weights_again() -> None:
+    once, four = (waiting("L40S", 8, **zero(3), gradient_accumulation_steps=number) for number in (1, 4))
+    assert four == pytest.approx(4 * once, rel=1e-3)  # the optimizer's share hides a little
+    plain = [waiting("L40S", 8, **FULL_BF16, gradient_accumulation_steps=number) for number in (1, 4)]
+    assert plain[1] == pytest.approx(plain[0], rel=0.25)  # once a step; the last backward hides a little more or less
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate", "is_assumed"),
+    [
+        pytest.param({"nvlink_bytes_per_second": 1e11}, 1e11, False, id="own links"),
+        pytest.param({}, 63e9, False, id="its data sheet"),
+        pytest.param({"pcie_bytes_per_second": None}, 63e9, True, id="its generation"),
+        pytest.param({"pcie_bytes_per_second": None, "architecture": "?"}, None, False, id="unknown"),
+        pytest.param({"pcie_bytes_per_second": None, "vendor": "AMD"}, None, False, id="another vendor"),
+    ],
+)
+def test_a_link_is_known_or_of_the_generation_or_not_known(
+    changes: dict[str, Any], rate: float | None, is_assumed: bool
+) -> None:
+    card = find_gpu("H100 PCIe").model_copy(update=changes)
+    link = link_of(card)
+    assert (link.bytes_per_second if link else None) == rate
+    assert bool(link and link.is_assumed) is is_assumed
+    assert (waiting(card, 8, **FULL_BF16) > 0) is (rate is not None)

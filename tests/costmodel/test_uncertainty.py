@@ -38,7 +38,7 @@ QWEN_LORA = {
 def width(job: ResolvedJob, gpu: GpuSpec, model: ModelSpec, distance: float = 0.0) -> float:
     step = step_time(model, job, gpu, Batch.of(1, 2048))
     assert step is not None
-    return math.log(step_interval_factor(job, gpu, step, distance))
+    return math.log(step_interval_factor(model, job, gpu, step, distance))
 
 
 def test_the_evidence_is_177_runs_on_catalogued_cards() -> None:
@@ -83,5 +83,23 @@ def test_the_interval_is_wider_on_an_unmeasured_card_and_far_from_evidence() -> 
     assert width(job, measured, model, distance=3.0) == pytest.approx(usual * 1.3)
     assert width(job, measured, model, distance=50.0) == pytest.approx(usual * c.MAX_DISTANCE_FACTOR)
     assert width(job, unmeasured, model) == pytest.approx(usual * c.UNMEASURED_CARD_FACTOR)
+    two = prepared("Qwen/Qwen-7B", **QWEN_LORA, num_gpus=2)[1]
+    assert width(two, measured, model) == pytest.approx(usual * c.SEVERAL_GPUS_FACTOR)
     compiled = prepared("Qwen/Qwen-7B", **QWEN_LORA, torch_compile=True)[1]
     assert width(compiled, measured, model) == pytest.approx(usual * c.UNKNOWN_STACK_FACTOR)
+
+
+def test_only_the_loops_over_experts_that_were_measured_have_the_width_of_the_measured() -> None:
+    fields = {"method": "full", "dtype": "bfloat16", "framework": "transformers"}
+    card = find_gpu("A40")
+    mixtral, looped = prepared("mistralai/Mixtral-8x7B-v0.1", **fields, framework_version="4.40")
+    grouped = prepared("mistralai/Mixtral-8x7B-v0.1", **fields)[1]
+    other, other_loop = prepared("allenai/OLMoE-1B-7B-0924", **fields, framework_version="4.45")
+    for model, job, factor in (
+        (mixtral, looped, 1.0),
+        (mixtral, grouped, c.UNKNOWN_STACK_FACTOR),
+        (other, other_loop, c.UNKNOWN_STACK_FACTOR),
+    ):
+        step = step_time(model, job, card, Batch.of(1, 2048))
+        assert step is not None
+        assert width(job, card, model) == pytest.approx(c.STEP_INTERVAL[step.regime] * factor)

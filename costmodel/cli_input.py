@@ -1,0 +1,182 @@
+"""What the commands read: a job file or another tool's configuration, jobs a line, standard input, a data set."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from costmodel.errors import CostModelError
+
+if TYPE_CHECKING:
+    from costmodel.dataset import DatasetEffects, DatasetLengths
+    from costmodel.importers import ImportedJob
+
+# --- job files --------------------------------------------------------------------------------------------------------
+
+
+MAX_JOBS_BYTES: Final = 256 * 1000 * 1000
+MAX_LINE_CHARACTERS: Final = 10 * 1000 * 1000
+
+
+def read_text(path: str) -> str:
+    """The text of a file of jobs, one a line. Raises :class:`CostModelError` with the path as it was given."""
+    try:
+        if os.path.getsize(path) > MAX_JOBS_BYTES:
+            raise CostModelError(f"{path} is larger than {MAX_JOBS_BYTES // 1_000_000} MB; split it, or pipe it in (-)")
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise CostModelError(f"no such file: {path}") from None
+    except IsADirectoryError:
+        raise CostModelError(f"{path} is a folder; give a job file (.json, .yaml or .jsonl)") from None
+    except UnicodeDecodeError:
+        raise CostModelError(f"{path} is not a text file in UTF-8") from None
+    except OSError as error:
+        raise CostModelError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class JobInput:
+    """What a command was told of one job: ``fields``, not validated yet, and the parts they come from.
+
+    ``flags`` win over the file; ``decided`` by a counted data set. ``warnings`` are of the file and the data set.
+    """
+
+    fields: dict[str, Any]
+    flags: Mapping[str, Any]
+    decided: Mapping[str, Any]
+    imported: ImportedJob | None
+    dataset: DatasetLengths | None
+    warnings: tuple[str, ...]
+
+
+def read_job(
+    file: str | None, flags: Mapping[str, Any], dataset: str | None = None, tokenizer: str | None = None
+) -> JobInput:
+    """The job of a file (or of another tool's configuration; ``-``: on standard input), flags and a data set to count."""
+    if tokenizer is not None and dataset is None:
+        raise CostModelError("--tokenizer goes with --dataset")
+    if dataset is not None and "lengths" in flags:
+        raise CostModelError("give --dataset or --lengths, not both")
+    imported = _imported(file) if file is not None else None
+    fields = {**(imported.fields if imported is not None else {}), **flags}
+    if not fields:
+        raise CostModelError("give a job file, or describe the job with flags: --model, ... (see --help)")
+    warnings = list(imported.all_warnings) if imported is not None else []
+    counted, decided = None, dict[str, Any]()
+    if dataset is not None:
+        from costmodel.dataset import dataset_fields
+
+        counted = _count_dataset(dataset, tokenizer, fields.get("model"))
+        decided = dataset_fields(counted, fields, imported)
+        warnings += counted.warnings
+    elif imported is not None and "num_samples" in fields and (waits := imported.waits_for_dataset):
+        warnings.append(waits)
+    return JobInput({**fields, **decided}, flags, decided, imported, counted, tuple(warnings))
+
+
+def _imported(path: str) -> ImportedJob:
+    from costmodel.importers import import_config, import_mapping
+
+    if path != "-":
+        return import_config(path)
+    from costmodel.importers.reading import mapping_in_text
+
+    text = _all_of_standard_input().removeprefix("\ufeff")
+    is_yaml = not text.lstrip().startswith("{")
+    return import_mapping(mapping_in_text(text, "standard input", is_yaml=is_yaml), "standard input")
+
+
+def _all_of_standard_input() -> str:
+    lines, num_characters = [], 0
+    for line in standard_input():
+        lines.append(line)
+        num_characters += len(line)
+        if num_characters > MAX_LINE_CHARACTERS:
+            raise CostModelError(f"standard input is longer than {MAX_LINE_CHARACTERS // 1_000_000} MB: not a job")
+    return "".join(lines)
+
+
+def as_job_mapping(job: Any, where: str) -> dict[str, Any]:
+    if isinstance(job, dict) and all(isinstance(name, str) for name in job):
+        return job
+    kind = "field names that are not text" if isinstance(job, dict) else type(job).__name__
+    raise CostModelError(f"{where} must hold one job, a mapping of field names to values; it holds {kind}")
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+
+def _count_dataset(path: str, tokenizer: str | None, model: Any) -> DatasetLengths:
+    """The data set's lengths; by the tokenizer in the model's own folder if none is named. A bar on a terminal's stderr."""
+    from costmodel.dataset import read_dataset
+
+    if tokenizer is None and isinstance(model, str) and os.path.isfile(os.path.join(model, "tokenizer.json")):
+        tokenizer = model
+    if not sys.stderr.isatty():
+        return read_dataset(path, tokenizer)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("counting tokens", total=1.0)
+        return read_dataset(path, tokenizer, progress=lambda share: bar.update(task, completed=share))
+
+
+def effects_of_dataset(dataset: DatasetLengths, job: Mapping[str, Any]) -> DatasetEffects:
+    """``job``: the answer's, with every default filled."""
+    from costmodel.catalog import find_model_config
+    from costmodel.dataset import dataset_effects
+    from costmodel.defaults import resolve
+    from costmodel.hf_config import model_spec_from_config
+    from costmodel.specs import parse_job
+
+    parsed = parse_job(job)
+    return dataset_effects(dataset, resolve(parsed, model_spec_from_config(find_model_config(parsed.model)))[0])
+
+
+# --- one job a line ---------------------------------------------------------------------------------------------------
+
+
+def job_texts(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
+    """Number and text of each line that is not blank; all of the text where it is one object over several lines."""
+    try:
+        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        for number, line in numbered:
+            if number == 1:
+                line = line.removeprefix("\ufeff")
+            # The first line decides: a feeder that waits for each answer is never read ahead of.
+            if line.lstrip().startswith("{") and not _is_json(line):
+                rest = list(numbered)
+                whole = "\n".join([line, *(text for _, text in rest)])
+                yield from [(number, whole)] if _is_json(whole) else [(number, line), *rest]
+            else:
+                yield number, line
+            break
+        yield from numbered
+    except UnicodeDecodeError:
+        raise CostModelError("the input is not text in UTF-8") from None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def standard_input() -> Iterator[str]:
+    if sys.stdin is None:
+        raise CostModelError("standard input is closed; give a job file, or pipe one in")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8")  # as of files, whatever the terminal's is
+    for number, line in enumerate(iter(lambda: sys.stdin.readline(MAX_LINE_CHARACTERS + 1), ""), start=1):
+        if len(line) > MAX_LINE_CHARACTERS:
+            raise CostModelError(f"line {number} is longer than {MAX_LINE_CHARACTERS // 1_000_000} MB: not a job")
+        yield line

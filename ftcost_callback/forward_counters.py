@@ -1,0 +1,121 @@
+"""What is counted in the training forwards of a model: tokens and expert load, each switched off alone when it fails."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ftcost_callback.boundary import Boundary
+from ftcost_callback.expert_load import ExpertLoadCounter
+from ftcost_callback.forward_window import ForwardWindow, TrainingForward
+from ftcost_callback.recorder import Phase
+from ftcost_callback.records import ExpertLoad, TokenCounts
+from ftcost_callback.token_counter import PendingTokens, TokenCounter, label_rule
+
+_log = logging.getLogger("ftcost_callback")
+
+
+class ForwardCounters:
+    """``attach`` to a model's outermost module, ``take_step`` at each optimizer step, ``take_experts`` at a report.
+
+    ``on_error`` is given the error of a forward that failed; the error itself goes on to whom it belongs.
+    """
+
+    def __init__(self, boundary: Boundary, on_error: Callable[[BaseException | None], None]) -> None:
+        self._boundary = boundary
+        self._window = ForwardWindow(self._open_forward, self._close_forward, on_error)
+        self._tokens: TokenCounter | None = None
+        self._experts: ExpertLoadCounter | None = None
+        self._expert_tokens: int | None = 0  # non-padding, over the forwards since the experts were taken
+        self._not_recorded_reason: str | None = None
+        self._said_no_tokens = False
+        self.batch_shape: tuple[int, int] | None = None  # of the last training forward
+        self.on_phase: Callable[[Phase], None] = lambda phase: None  # told what begins; must not raise
+
+    def attach(self, model: Any, *, num_processes: int, expert_load: bool) -> None:
+        self._tokens = TokenCounter(label_rule(model), use_num_items_in_batch=num_processes == 1)
+        self._boundary.on_failure("token counter", self._drop_tokens)
+        self._window.attach(model)
+        if expert_load:
+            self._boundary.on_failure("expert load", self._drop_experts)
+            self._experts = self._boundary.call("expert load", lambda: self._attached_experts(model))
+
+    def _attached_experts(self, model: Any) -> ExpertLoadCounter:
+        experts = ExpertLoadCounter(functools.partial(self._boundary.call, "expert load"))
+        experts.attach(model)
+        return experts
+
+    def _drop_tokens(self) -> None:
+        self._tokens = None
+
+    def _drop_experts(self) -> None:
+        experts, self._experts = self._experts, None
+        if experts is not None:
+            experts.detach()
+
+    def detach(self) -> None:
+        """The hooks are gone. May be called more than once."""
+        self._window.detach()
+        self._drop_experts()
+
+    def _open_forward(self, forward: TrainingForward) -> None:
+        self.on_phase("forward")
+        self.batch_shape = forward.batch_shape
+        if self._tokens is not None:
+            tokens = self._tokens
+            self._boundary.call("token counter", lambda: tokens.open_forward(forward))
+        if self._experts is not None:
+            experts = self._experts
+            self._boundary.call("expert load", lambda: experts.open_forward(forward))
+
+    def _close_forward(self) -> None:
+        if self._experts is not None:
+            self._boundary.call("expert load", self._experts.close_forward)
+        self.on_phase("backward")
+
+    def labels_seen(self, labels: Sequence[Any]) -> None:
+        """The step's labels, for a model that is not given them."""
+        if self._tokens is not None:
+            self._tokens.labels_seen(labels)
+
+    def take_step(self) -> PendingTokens:
+        """The tokens since the last call, still on the device."""
+        taken = self._boundary.call("token counter", self._tokens.take_step) if self._tokens is not None else None
+        return taken if taken is not None else PendingTokens()
+
+    def read(self, pending: PendingTokens) -> TokenCounts | None:
+        """The counts of a step that is over, in the order they were taken."""
+        counts = self._boundary.call("token counter", pending.read)
+        counts = counts if counts is not None else TokenCounts()
+        self._note_missing_tokens(counts)
+        if self._expert_tokens is not None:
+            real = counts.num_non_padding_tokens
+            self._expert_tokens = self._expert_tokens + real if real is not None else None
+        return counts
+
+    def _note_missing_tokens(self, counts: TokenCounts) -> None:
+        if self._tokens is None or self._said_no_tokens or counts.num_tokens is not None:
+            return
+        self._said_no_tokens = True
+        if self._tokens.saw_forward:
+            _log.warning("ftcost: the model is not given input_ids, so samples are counted and tokens are not")
+        else:
+            _log.warning(
+                "ftcost: no training forward of the model was seen (compiled before the callback attached?); "
+                "tokens are not counted"
+            )
+
+    def take_experts(self, global_step: int) -> ExpertLoad | None:
+        """The load since the last call, for the record. ``None``: dense, nothing new, or said before why not."""
+        if self._experts is None:
+            return None
+        expected, self._expert_tokens = self._expert_tokens, 0
+        load = self._experts.take(global_step, num_non_padding_tokens=expected)
+        if load is None or (load.status == "not_recorded" and load.reason == self._not_recorded_reason):
+            return None
+        if load.status == "not_recorded":
+            self._not_recorded_reason = load.reason
+            _log.warning("ftcost: expert load is not recorded: %s", load.reason)
+        return load

@@ -1,0 +1,100 @@
+"""The estimates that a run is held against: one before its first step, one on the tokens of the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from costmodel.errors import CostModelError
+from ftcost_callback.dry_run import LONGEST_STEPS
+from ftcost_callback.recorder import StepAggregate
+from ftcost_callback.records import Prediction
+from ftcost_callback.reporting import tokens_seen
+from ftcost_callback.session_plan import Settings
+
+STEPS_BEFORE_SECOND_PREDICTION: Final = 20
+
+
+class LivePrediction:
+    """``job``: the plain mapping of :func:`costmodel.estimate`; ``None`` where it could not be read."""
+
+    def __init__(self, settings: Settings, job: dict[str, Any] | None) -> None:
+        self._settings = settings
+        self._job = job
+        self._has_predicted_again = False
+        self.first: Prediction | None = None
+        self.latest: Prediction | None = None
+        # Over the whole run, where the lengths were known before it began.
+        self.expected_tokens_per_step: float | None = None
+
+    @property
+    def different(self) -> list[Prediction]:
+        """The first and the latest, without one that stands for both."""
+        return list({each.basis: each for each in (self.first, self.latest) if each is not None}.values())
+
+    def predict(self, global_step: int, notes: list[str]) -> None:
+        """Before the first step. ``notes``: why there is none is added to them."""
+        from costmodel.estimation import estimate
+
+        if not self._settings.predict or self._job is None:
+            return
+        try:
+            answer = estimate(self._job_to_ask()).to_dict()
+        except CostModelError as refusal:
+            notes.append(f"no prediction: {refusal}")
+            return
+        if self._job.get("lengths") is not None:
+            self.expected_tokens_per_step = answer.get("num_tokens_per_step")
+        self.first = self.latest = _prediction("before", global_step, answer)
+
+    def second_is_due(self, num_measured_steps: int) -> bool:
+        return (
+            self._settings.predict
+            and self._job is not None
+            and not self._has_predicted_again
+            and num_measured_steps >= self._steps_before_second
+        )
+
+    @property
+    def _steps_before_second(self) -> int:
+        dry_run_steps = self._settings.dry_run_steps
+        if dry_run_steps is None:
+            return STEPS_BEFORE_SECOND_PREDICTION
+        return min(STEPS_BEFORE_SECOND_PREDICTION, max(1, dry_run_steps - LONGEST_STEPS))
+
+    def predict_again(self, global_step: int, steps: StepAggregate) -> Prediction | None:
+        """On the tokens of ``steps``; ``None`` where they were not shown or cannot be asked about."""
+        from costmodel.estimation import estimate_from_tokens
+
+        seen = tokens_seen(steps)
+        if seen is None:
+            return None
+        self._has_predicted_again = True
+        try:
+            answer = estimate_from_tokens(self._job_to_ask(), seen).to_dict()
+        except CostModelError:
+            return None
+        self.latest = _prediction("tokens_seen", global_step, answer)
+        return self.latest
+
+    def imbalance_seconds(self, load: Sequence[Sequence[int]], steps: StepAggregate) -> float | None:
+        """Seconds that the experts' ``load`` adds to an optimizer step; ``None`` where that cannot be told.
+
+        On the tokens of ``steps`` where they were shown. Every GPU is taken to hold all experts.
+        """
+        from costmodel.estimation import estimated_imbalance_seconds
+
+        if not self._settings.predict or self._job is None:
+            return None
+        try:
+            return estimated_imbalance_seconds(self._job_to_ask(), load, tokens_seen(steps))
+        except CostModelError:
+            return None  # no lengths, or experts that the model's shape does not know
+
+    def _job_to_ask(self) -> dict[str, Any]:
+        calibration = {"calibration": self._settings.calibration} if self._settings.calibration is not None else {}
+        return {**(self._job or {}), **calibration}
+
+
+def _prediction(basis: Literal["before", "tokens_seen"], global_step: int, answer: dict[str, Any]) -> Prediction:
+    return Prediction(basis=basis, global_step=global_step, estimate=answer)

@@ -1,0 +1,504 @@
+"""``FTCostMonitor``: what :class:`FTCostCallback` measures, for a training loop of your own (plain torch, accelerate).
+
+    with FTCostMonitor(model, optimizer, num_steps=1000, usd_per_gpu_hour=2.10) as monitor:
+        for batch in monitor.watch(loader):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if monitor.step(batch):  # the budget is spent
+                break
+
+The same recorder, run record, prediction and sinks. Tokens, micro-batches and expert load are seen in the model's own
+forwards, so with gradient accumulation ``step`` still comes once for each ``optimizer.step()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Final, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from costmodel.errors import CostModelError
+from costmodel.specs import GpuSpec
+from ftcost_callback.arguments import BillingStart, checked_settings, default_sinks, process_age_seconds
+from ftcost_callback.boundary import Boundary
+from ftcost_callback.live_run import LiveRun
+from ftcost_callback.rank_run import RankRun
+from ftcost_callback.records import PauseKind
+from ftcost_callback.session_opening import Training
+from ftcost_callback.session_plan import Identity, Plan, new_run_id
+from ftcost_callback.sinks.base import Sink
+
+_log = logging.getLogger("ftcost_callback")
+
+_MONITOR: Final = "monitor"  # the part that is everything
+_PAUSES: Final = ("eval", "save", "log", "other")
+_PRECISIONS: Final = ("no", "bf16", "fp16")
+
+_Batch = TypeVar("_Batch")
+
+
+class FTCostMonitor:
+    """A context around a training loop; ``step`` after each optimizer step, ``pause`` around what is no training.
+
+    ``optimizer``: one, or several; with it the optimizer's own time is told apart, and the prediction knows its memory.
+    ``num_steps``: optimizer steps that will be done, or ``num_epochs`` over ``train_loader``; without either nothing is
+    projected. ``train_loader``: read for batch size, lengths and padding, never iterated. ``batch_size``: rows of a
+    micro-batch, if it is not the loader's. ``gradient_accumulation_steps``: micro-batches of a step. ``mixed_precision``:
+    "bf16" or "fp16" under autocast. ``accelerator``: accelerate's, which knows the last two. ``max_length``: tokens a sample
+    is cut at. ``eval_every``, ``save_every``: steps between evaluations and checkpoints that ``pause`` will be put around,
+    for the projection. ``report_every_steps``: between reports to console and trackers. ``start_step``: steps done before.
+
+    All else as in :class:`FTCostCallback`. Raises :class:`CostModelError` for a wrong argument; after construction it never
+    raises, and the loop's own exceptions pass through it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        num_steps: int | None = None,
+        num_epochs: float | None = None,
+        train_loader: Any = None,
+        batch_size: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        mixed_precision: Literal["no", "bf16", "fp16"] | None = None,
+        accelerator: Any = None,
+        max_length: int | None = None,
+        eval_every: int | None = None,
+        save_every: int | None = None,
+        report_every_steps: int = 10,
+        start_step: int = 0,
+        usd_per_gpu_hour: float | None = None,
+        cloud: str | None = None,
+        tier: Literal["on_demand", "spot", "reserved", "community"] | None = None,
+        budget_usd: float | None = None,
+        budget_hours: float | None = None,
+        stop_at_budget: bool = False,
+        billing_started_at: str | float | datetime.datetime | None = None,
+        window_steps: int = 50,
+        skip_first_steps: int = 1,
+        predict: bool = True,
+        calibration: Any = None,
+        profile_steps: tuple[int, int] | int | None = None,
+        sample_period_seconds: float = 0.5,
+        expert_load: bool = True,
+        sinks: Sequence[Sink] | None = None,
+        wandb_every: Literal["log", "step"] = "log",
+        detail: Literal["default", "full"] = "default",
+        peak_flops_per_second: float | None = None,
+        gpu: str | Mapping[str, Any] | GpuSpec | None = None,
+        output_dir: str | os.PathLike[str] = "trainer_output",
+    ) -> None:
+        for name, value in (
+            ("num_steps", num_steps),
+            ("batch_size", batch_size),
+            ("gradient_accumulation_steps", gradient_accumulation_steps),
+            ("max_length", max_length),
+            ("eval_every", eval_every),
+            ("save_every", save_every),
+            ("report_every_steps", report_every_steps),
+        ):
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise CostModelError(f"{name} must be a whole number from 1 on, got {value!r}")
+        if num_epochs is not None and not (math.isfinite(num_epochs) and num_epochs > 0):
+            raise CostModelError(f"num_epochs must be a number above 0, got {num_epochs!r}")
+        if not isinstance(start_step, int) or start_step < 0:
+            raise CostModelError(f"start_step must be a whole number from 0 on, got {start_step!r}")
+        if mixed_precision is not None and mixed_precision not in _PRECISIONS:
+            raise CostModelError(f"mixed_precision must be one of {', '.join(_PRECISIONS)}, got {mixed_precision!r}")
+        if not isinstance(model, nn.Module):
+            raise CostModelError(f"model must be a torch module, got {type(model).__name__}")
+        self._settings = checked_settings(
+            usd_per_gpu_hour=usd_per_gpu_hour,
+            cloud=cloud,
+            tier=tier,
+            budget_usd=budget_usd,
+            budget_hours=budget_hours,
+            stop_at_budget=stop_at_budget,
+            window_steps=window_steps,
+            skip_first_steps=skip_first_steps,
+            predict=predict,
+            calibration=calibration,
+            profile_steps=profile_steps,
+            sample_period_seconds=sample_period_seconds,
+            expert_load=expert_load,
+            wandb_every=wandb_every,
+            detail=detail,
+            peak_flops_per_second=peak_flops_per_second,
+            gpu=gpu,
+        )
+        self._billing = BillingStart(billing_started_at)
+        self._loop = _Loop(
+            model=model,
+            optimizers=_optimizers(optimizer),
+            train_loader=train_loader,
+            accelerator=accelerator,
+            num_steps=num_steps,
+            num_epochs=num_epochs,
+            batch_size=batch_size,
+            accumulation=gradient_accumulation_steps,
+            mixed_precision=mixed_precision,
+            max_length=max_length,
+        )
+        self._eval_every, self._save_every = eval_every, save_every
+        self._report_every_steps = report_every_steps
+        self._start_step = start_step
+        self._sinks = list(sinks) if sinks is not None else default_sinks(detail)
+        self._output_dir = output_dir
+        self._clock: Callable[[], float] = time.monotonic
+        self._wall_clock: Callable[[], float] = time.time
+        self._boundary = Boundary()
+        self._run: LiveRun | RankRun | None = None
+        self._handles: list[Any] = []
+        self._labels: list[Any] = []  # of the micro-batches since the last step, where a loader is watched
+        self._is_watching = False
+        self._said_pause_in_step = False
+        self.global_step = start_step
+        self.should_stop = False
+        """The budget is spent (``stop_at_budget``): save and leave the loop."""
+
+    def __enter__(self) -> FTCostMonitor:
+        self._boundary = Boundary()
+        self._boundary.on_failure(_MONITOR, self._release)
+        self.global_step, self.should_stop = self._start_step, False
+        self._boundary.call(_MONITOR, self._begin)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Writes the summary, whatever ended the loop; an exception goes on."""
+        self._boundary.call(_MONITOR, lambda: self._end(error))
+        self._release()
+
+    def _begin(self) -> None:
+        loop = self._loop
+        rank, world_size = loop.rank_and_world_size
+        plan = Plan(
+            max_steps=loop.max_steps,
+            eval_strategy="steps" if self._eval_every else "no",
+            eval_steps=self._eval_every,
+            save_strategy="steps" if self._save_every else "no",
+            save_steps=self._save_every,
+            logging_strategy="steps",
+            logging_steps=self._report_every_steps,
+            dataloader_num_workers=getattr(loop.train_loader, "num_workers", None),
+            num_processes=world_size,
+            num_devices=world_size,
+            is_data_parallel=isinstance(loop.model, nn.DataParallel),
+        )
+        training = Training(
+            model=loop.model,
+            device=loop.device,
+            steps_done=self._start_step,
+            read_job=lambda: loop.job(gpu=self._settings.gpu),
+            forwards_are_micro_batches=True,
+        )
+        now = self._wall_clock()
+        if rank != 0:
+            self._run = rank_run = RankRun(
+                self._settings,
+                Identity(run_id=""),
+                plan,
+                self._boundary,
+                rank=rank,
+                output_dir=self._output_dir,
+                process_started_at=now - process_age_seconds(now),
+                clock=self._clock,
+            )
+            rank_run.begin(training)
+        else:
+            self._run = live_run = LiveRun(
+                self._settings,
+                Identity(run_id=new_run_id(), resumed_from_step=self._start_step or None),
+                plan,
+                self._boundary,
+                sinks=self._sinks,
+                output_dir=self._output_dir,
+                clock=self._clock,
+            )
+            startup_seconds, started_at = self._billing.seconds_until(now)
+            live_run.begin(training, startup_seconds=startup_seconds, started_at=started_at)
+        self._boundary.call("optimizer hooks", self._watch_optimizers)
+        self._next_step()
+
+    def _watch_optimizers(self) -> None:
+        for optimizer in self._loop.optimizers:
+            inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+            if isinstance(inner, torch.optim.Optimizer):
+                self._handles += [
+                    inner.register_step_pre_hook(self._optimizer_begins),
+                    inner.register_step_post_hook(self._optimizer_ends),
+                ]
+
+    def _optimizer_begins(self, *_: Any) -> None:
+        run = self._run
+        if run is not None:
+            self._boundary.call(_MONITOR, run.optimizer_begins)
+
+    def _optimizer_ends(self, *_: Any) -> None:
+        run = self._run
+        if run is not None:
+            self._boundary.call(_MONITOR, run.optimizer_ends)
+
+    def _next_step(self) -> None:
+        """Where no loader is watched, a step begins when the one before it is over, and waits for its batch."""
+        if self._run is not None and not self._is_watching:
+            self._run.step_begins(awaits_batch=True)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any = None) -> bool:
+        """The optimizer has stepped. True: the budget is spent, leave the loop (:attr:`should_stop` stays true).
+
+        ``batch``: the step's batch. Only its labels are read, for a model that is not given them; with several micro-batches
+        :meth:`watch` the loader instead.
+        """
+        self.global_step += 1
+        self._boundary.call(_MONITOR, lambda: self._step_ends(batch))
+        return self.should_stop
+
+    def _step_ends(self, batch: Any) -> None:
+        run = self._run
+        if run is None:
+            return
+        labels, self._labels = self._labels, []
+        if not self._is_watching and batch is not None and self._loop.accumulation_steps == 1:
+            labels = [found for found in (_labels_of(batch),) if found is not None]
+        if labels:
+            run.labels_seen(labels)
+        if not run.in_step:  # the loader is watched, and gave no batch
+            run.step_begins()
+        to_come = self._pauses_to_come()
+        self.should_stop = run.step_ends(self.global_step, pauses_to_come=to_come) or self.should_stop
+        if "log" in to_come:
+            run.pause("log")
+        self._next_step()
+
+    def _pauses_to_come(self) -> frozenset[PauseKind]:
+        """What follows this step, by the loop's own word."""
+        schedule: tuple[tuple[PauseKind, int | None], ...] = (
+            ("log", self._report_every_steps),
+            ("eval", self._eval_every),
+            ("save", self._save_every),
+        )
+        return frozenset(kind for kind, every in schedule if every is not None and self.global_step % every == 0)
+
+    def watch(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The loader's batches, as they come; the time that the loop waits for them is told apart.
+
+        Without it, what passes from one step's end to the next forward counts as waiting for data.
+        """
+        self._is_watching = True
+        batches = iter(loader)
+        try:
+            while True:
+                self._boundary.call(_MONITOR, self._fetch_begins)
+                asked_at = self._clock()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                self._boundary.call(_MONITOR, functools.partial(self._fetched, batch, self._clock() - asked_at))
+                yield batch
+        finally:
+            self._is_watching = False
+
+    def _fetch_begins(self) -> None:
+        if self._run is not None and self._run.in_step:
+            self._run.micro_batch_ends()
+
+    def _fetched(self, batch: Any, seconds: float) -> None:
+        if self._run is None:
+            return
+        if self._run.in_step and self._run_has_forwards:
+            self._run.waited_for_data(seconds)
+        else:
+            self._run.step_begins()
+        labels = _labels_of(batch)
+        if labels is not None:
+            self._labels.append(labels)
+
+    @property
+    def _run_has_forwards(self) -> bool:
+        """Whether a part of the next step has been done."""
+        return self._run is not None and self._run.in_step and self._run.num_micro_batches > 0
+
+    @contextlib.contextmanager
+    def pause(self, kind: PauseKind = "other") -> Iterator[None]:
+        """``with monitor.pause("eval"):`` around what is no training: "eval", "save", "log" or "other".
+
+        It is billed, and left out of speed. Raises :class:`CostModelError` for another kind.
+        """
+        if kind not in _PAUSES:
+            raise CostModelError(f"pause takes one of {', '.join(_PAUSES)}, got {kind!r}")
+        self._boundary.call(_MONITOR, self._pause_begins)
+        try:
+            yield
+        finally:
+            self._boundary.call(_MONITOR, lambda: self._pause_ends(kind))
+
+    def _pause_begins(self) -> None:
+        if self._run is not None and not self._run_has_forwards:
+            self._run.pause("other")  # what the loop did since its last step
+
+    def _pause_ends(self, kind: PauseKind) -> None:
+        if self._run is None:
+            return
+        if self._run_has_forwards:
+            if not self._said_pause_in_step:
+                self._said_pause_in_step = True
+                _log.warning("ftcost: a pause between a forward and its step() counts as a part of that step")
+            return
+        self._run.pause(kind)
+        self._next_step()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _end(self, error: BaseException | None) -> None:
+        run = self._run
+        if run is None:
+            return
+        if error is not None and isinstance(run, LiveRun):
+            run.failed(error)
+        run.end()
+
+    def _release(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        run, self._run = self._run, None
+        if run is not None:
+            run.release()
+
+
+# --- what the loop trains ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """The live objects of a loop, and what its owner says of it."""
+
+    model: nn.Module
+    optimizers: tuple[Any, ...]
+    train_loader: Any
+    accelerator: Any
+    num_steps: int | None
+    num_epochs: float | None
+    batch_size: int | None
+    accumulation: int | None
+    mixed_precision: str | None
+    max_length: int | None
+
+    @property
+    def device(self) -> torch.device:
+        if self.accelerator is not None:
+            return torch.device(self.accelerator.device)
+        parameter = next(self.model.parameters(), None)
+        return parameter.device if parameter is not None else torch.device("cpu")
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        if self.accelerator is not None:
+            return int(self.accelerator.process_index), int(self.accelerator.num_processes)
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        return 0, 1
+
+    @property
+    def accumulation_steps(self) -> int:
+        if self.accumulation is not None:
+            return self.accumulation
+        return int(getattr(self.accelerator, "gradient_accumulation_steps", 1) or 1)
+
+    @property
+    def max_steps(self) -> int | None:
+        if self.num_steps is not None:
+            return self.num_steps
+        try:
+            num_batches = len(self.train_loader)
+        except TypeError:
+            return None  # no loader, or data without a length
+        if self.num_epochs is None:
+            return None
+        # The last, shorter group of each epoch is a step too, as in accelerate's accumulate().
+        return math.ceil(self.num_epochs * math.ceil(num_batches / self.accumulation_steps))
+
+    @property
+    def rows(self) -> int | None:
+        if self.batch_size is not None:
+            return self.batch_size
+        for holder in (self.train_loader, getattr(self.train_loader, "batch_sampler", None)):
+            size = getattr(holder, "batch_size", None)
+            if isinstance(size, int):
+                return size
+        return None
+
+    def job(self, *, gpu: Any) -> Mapping[str, Any]:
+        """Raises :class:`CostModelError` where something that decides the cost is not known."""
+        from ftcost_callback.trainer_adapter import job_from_objects
+
+        rows, max_steps = self.rows, self.max_steps
+        if rows is None:
+            raise CostModelError("the batch size is not known; give train_loader= or batch_size=")
+        precision = self.mixed_precision or getattr(self.accelerator, "mixed_precision", None)
+        _, world_size = self.rank_and_world_size
+        arguments = SimpleNamespace(  # what the adapter reads of TrainingArguments
+            device=self.device,
+            world_size=world_size,
+            n_gpu=1,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=self.accumulation_steps,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            torch_compile=any(getattr(each, "_compiled_call_impl", None) is not None for each in self.model.modules())
+            or type(self.model).__name__ == "OptimizedModule",
+            optim="adamw_torch",
+            eval_strategy="no",
+            save_strategy="no",
+            save_only_model=False,
+            max_steps=max_steps or -1,
+            num_train_epochs=self.num_epochs or 1.0,
+            max_length=self.max_length,
+        )
+        job = dict(
+            job_from_objects(
+                model=self.model,
+                args=arguments,
+                optimizer=self.optimizers[0] if self.optimizers else None,
+                train_dataset=getattr(self.train_loader, "dataset", None),
+                data_collator=getattr(self.train_loader, "collate_fn", None),
+                gpu=gpu,
+                framework="transformers",
+            )
+        )
+        if not self.optimizers:
+            del job["optim"]  # the framework's default, which the answer then names
+        if max_steps is None and self.num_epochs is None:
+            del job["num_train_epochs"]
+        return job
+
+
+def _optimizers(given: Any) -> tuple[Any, ...]:
+    return () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _labels_of(batch: Any) -> Any:
+    """The labels of a batch that is a mapping; ``None`` for any other."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None and not isinstance(batch, Mapping) and hasattr(batch, "data") and isinstance(batch.data, Mapping):
+        labels = batch.data.get("labels")  # transformers' BatchEncoding
+    return labels if isinstance(labels, torch.Tensor) else None

@@ -1,0 +1,24 @@
+"""Dollars of a run so far. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.units import SECONDS_PER_HOUR
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """``usd_per_hour``: of the whole job; ``None``: no price. Earlier sessions count at what they had cost."""
+
+    usd_per_hour: float | None = None
+    earlier_seconds: float | None = None
+    earlier_usd: float | None = None
+
+    def usd(self, elapsed_seconds: float) -> float | None:
+        """Of the run after ``elapsed_seconds`` over all its sessions."""
+        if self.usd_per_hour is None:
+            return None
+        if self.earlier_seconds is None or self.earlier_usd is None:
+            return elapsed_seconds / SECONDS_PER_HOUR * self.usd_per_hour
+        return self.earlier_usd + (elapsed_seconds - self.earlier_seconds) / SECONDS_PER_HOUR * self.usd_per_hour

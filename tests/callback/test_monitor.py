@@ -1,0 +1,326 @@
+"""``FTCostMonitor`` around real loops on tiny models, most of them on a clock that only their work moves."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import FakeClock, TokenRows, num_hooks, pad_right, supervised_tokens, tiny_llama, tiny_mixtral
+from torch.utils.data import DataLoader
+
+from costmodel.errors import CostModelError
+from ftcost_callback import FTCostMonitor
+from ftcost_callback.run_file import read_run
+from ftcost_callback.sinks import InMemorySink
+
+BATCH_SECONDS, FORWARD_SECONDS, BACKWARD_SECONDS, OPTIMIZER_SECONDS, EVAL_SECONDS = 0.25, 1.0, 3.0, 5.0, 10.0
+REAL_TOKENS = sum(TokenRows().lengths)
+
+
+class Loop:
+    """12 rows, 2 a micro-batch; its work takes the seconds above."""
+
+    def __init__(self, clock: FakeClock, output_dir: Path, *, model: Any = None, **settings: Any) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.clock = clock
+        self.model = model if model is not None else tiny_llama()
+        self.model.train().register_forward_hook(self._forward)
+        self.model.get_input_embeddings().weight.register_hook(lambda gradient: clock.pass_seconds(BACKWARD_SECONDS))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.optimizer.register_step_post_hook(lambda *_: clock.pass_seconds(OPTIMIZER_SECONDS))
+        rows = TokenRows()
+        self.loader = DataLoader([rows[place] for place in range(len(rows))], batch_size=2, collate_fn=self._collate)
+        self.sink = InMemorySink()
+        fields: dict[str, Any] = {"train_loader": self.loader, "sinks": [self.sink], "predict": False}
+        self.monitor = FTCostMonitor(self.model, self.optimizer, output_dir=output_dir, **(fields | settings))
+        self.monitor._clock = clock
+
+    def _forward(self, module: Any, args: Any, output: Any) -> None:
+        self.clock.pass_seconds(FORWARD_SECONDS if module.training else EVAL_SECONDS)
+
+    def _collate(self, samples: list[Any]) -> Any:
+        self.clock.pass_seconds(BATCH_SECONDS)
+        return pad_right(samples)
+
+    def train(self, *, accumulation: int = 1, watch: bool = True, each_step: Callable[[], None] = lambda: None) -> None:
+        batches = self.monitor.watch(self.loader) if watch else self.loader
+        for number, batch in enumerate(batches, start=1):
+            (self.model(**batch).loss / accumulation).backward()
+            if number % accumulation == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.monitor.step(batch)
+                each_step()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.model(**pad_right([TokenRows()[0]]))
+        self.model.train()
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_each_second_and_each_token_of_a_loop(tmp_path: Path, fake_clock: FakeClock, watch: bool) -> None:
+    loop = Loop(fake_clock, tmp_path, num_epochs=1)
+    with loop.monitor as monitor:
+        loop.train(watch=watch)
+        assert monitor.global_step == 6
+    record = read_run(tmp_path)
+    work = FORWARD_SECONDS + BACKWARD_SECONDS + OPTIMIZER_SECONDS
+    assert [step.step_seconds for step in record.steps] == [work + BATCH_SECONDS] * 6
+    assert [step.data_wait_seconds for step in record.steps] == [BATCH_SECONDS] * 6
+    assert {step.num_micro_batches for step in record.steps} == {1}
+    phases = {(step.forward_seconds, step.backward_seconds, step.optimizer_seconds) for step in record.steps}
+    assert phases == {(FORWARD_SECONDS, BACKWARD_SECONDS, OPTIMIZER_SECONDS)}
+    summary = record.summary
+    assert summary is not None
+    assert (summary.status, summary.num_steps) == ("finished", 6)
+    assert (summary.num_non_padding_tokens, summary.num_supervised_tokens) == (REAL_TOKENS, supervised_tokens())
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_gradient_accumulation_is_one_step(tmp_path: Path, fake_clock: FakeClock, watch: bool) -> None:
+    loop = Loop(fake_clock, tmp_path, num_epochs=1, gradient_accumulation_steps=2)
+    with loop.monitor:
+        loop.train(accumulation=2, watch=watch)
+    record = read_run(tmp_path)
+    assert record.sessions[0].max_steps == 3
+    assert [step.num_micro_batches for step in record.steps] == [2, 2, 2]
+    assert {(step.forward_seconds, step.optimizer_seconds) for step in record.steps} == {
+        (2 * FORWARD_SECONDS, OPTIMIZER_SECONDS)
+    }
+    # Only a watched loader tells the wait for the second micro-batch from the backward before it.
+    waits, backward = (2, 0) if watch else (1, BATCH_SECONDS)
+    assert {step.data_wait_seconds for step in record.steps} == {waits * BATCH_SECONDS}
+    assert {step.backward_seconds for step in record.steps} == {2 * BACKWARD_SECONDS + backward}
+    assert record.summary is not None
+    assert record.summary.num_supervised_tokens == supervised_tokens()
+
+
+def test_pauses_are_billed_and_left_out_of_speed(tmp_path: Path, fake_clock: FakeClock) -> None:
+    loop = Loop(fake_clock, tmp_path, num_epochs=2, eval_every=3, report_every_steps=3, usd_per_gpu_hour=3600.0)
+
+    def after_step() -> None:
+        if loop.monitor.global_step % 3 == 0:
+            fake_clock.pass_seconds(2.0)  # the loop's own affairs
+            with loop.monitor.pause("eval"):
+                loop.evaluate()
+
+    started_at = fake_clock.now
+    with loop.monitor:
+        for _ in range(2):
+            loop.train(each_step=after_step)
+    summary = read_run(tmp_path).summary
+    assert summary is not None
+    assert summary.eval_seconds == 4 * EVAL_SECONDS
+    assert summary.other_seconds == 4 * 2.0
+    assert summary.step_seconds_mean == FORWARD_SECONDS + BACKWARD_SECONDS + OPTIMIZER_SECONDS + BATCH_SECONDS
+    assert summary.wall_seconds - summary.startup_seconds == fake_clock.now - started_at
+    # At step 6 of 12 two evaluations are to come, and the one of step 6.
+    window = next(window for window in loop.sink.windows if window.global_step == 6)
+    assert window.remaining_seconds is not None
+    assert window.remaining_seconds >= 6 * summary.step_seconds_mean + 3 * EVAL_SECONDS
+
+
+def test_a_budget_stops_the_loop(tmp_path: Path, fake_clock: FakeClock) -> None:
+    # A dollar a second; a step takes 9.25 seconds.
+    loop = Loop(
+        fake_clock, tmp_path, num_epochs=1, usd_per_gpu_hour=3600.0, budget_usd=20.0, stop_at_budget=True,
+        billing_started_at=1e18,
+    )  # fmt: skip
+    steps = []
+    with loop.monitor as monitor:
+        for batch in monitor.watch(loop.loader):
+            loop.model(**batch).loss.backward()
+            loop.optimizer.step()
+            steps.append(monitor.step(batch))
+            if monitor.should_stop:
+                break
+    assert steps == [False, False, True]
+    record = read_run(tmp_path)
+    assert record.summary is not None
+    assert record.summary.status == "stopped_at_budget"
+    assert record.budgets[-1].action == "stopped"
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_the_loops_own_exception_goes_on_and_leaves_a_readable_record(
+    tmp_path: Path, fake_clock: FakeClock, error: BaseException
+) -> None:
+    loop = Loop(fake_clock, tmp_path, num_epochs=1)
+
+    def break_off() -> None:
+        if loop.monitor.global_step == 4:
+            raise error
+
+    with pytest.raises(type(error)), loop.monitor:
+        loop.train(each_step=break_off)
+    record = read_run(tmp_path)
+    assert len(record.steps) == 4
+    assert record.summary is not None
+    assert record.summary.status == "stopped"
+    assert num_hooks(loop.model) == 1  # the loop's own
+
+
+def test_memory_that_ran_out_is_explained(tmp_path: Path, fake_clock: FakeClock) -> None:
+    loop = Loop(fake_clock, tmp_path, num_epochs=1, predict=True)
+
+    def run_out() -> None:
+        if loop.monitor.global_step == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError), loop.monitor:
+        loop.train(each_step=run_out)
+    assert [row.global_step for row in read_run(tmp_path).out_of_memory] == [7]
+
+
+def test_experts_and_labels_of_a_model_that_is_not_given_them(tmp_path: Path, fake_clock: FakeClock) -> None:
+    model = tiny_mixtral()
+    loop = Loop(
+        fake_clock, tmp_path, model=model, num_epochs=1, report_every_steps=2, predict=True, gpu="A40", usd_per_gpu_hour=100
+    )
+    with loop.monitor as monitor:
+        for batch in loop.loader:
+            labels = batch.pop("labels")
+            logits = model(**batch).logits[:, :-1]
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+            loop.optimizer.step()
+            monitor.step({"labels": labels})
+    record = read_run(tmp_path)
+    assert record.summary is not None
+    assert record.summary.num_supervised_tokens == supervised_tokens()
+    assert [row.status for row in record.expert_loads] == ["recorded"] * 3
+    assert sum(sum(map(sum, row.tokens_per_expert)) for row in record.expert_loads) == REAL_TOKENS * 2 * 2
+    balance = record.summary.expert_balance
+    assert balance is not None
+    assert balance["load_max_over_mean"] >= 1.0
+    # By the cost model, for the GPU that was named.
+    assert balance["imbalance_seconds"] >= 0.0
+    assert balance["imbalance_usd"] == balance["imbalance_seconds"] / 36
+    assert [window.imbalance_usd is not None for window in loop.sink.windows] == [True] * 3
+
+
+def test_a_job_is_read_from_the_live_objects_and_predicted(tmp_path: Path, fake_clock: FakeClock) -> None:
+    loop = Loop(fake_clock, tmp_path, num_steps=40, gradient_accumulation_steps=3, predict=True, gpu="A40")
+    with loop.monitor:
+        loop.train()
+    record = read_run(tmp_path)
+    job = record.sessions[0].job
+    assert job is not None
+    assert (job["per_device_train_batch_size"], job["gradient_accumulation_steps"], job["max_steps"]) == (2, 3, 40)
+    assert (job["method"], job["optim"], job["gpu"]) == ("full", "adamw_torch", "A40")
+    assert job["num_samples"] == 12
+    assert record.predictions[0].estimate["num_steps"] == 40
+    assert record.predictions[0].estimate["step_seconds"] > 0
+
+
+def test_training_is_bit_for_bit_the_same(tmp_path: Path, fake_clock: FakeClock) -> None:
+    def trained(*, measured: bool) -> dict[str, Any]:
+        loop = Loop(fake_clock, tmp_path / str(measured), model=None, num_epochs=1, profile_steps=(2, 3))
+        if measured:
+            with loop.monitor:
+                loop.train()
+        else:
+            loop.monitor.step = lambda batch=None: False  # type: ignore[method-assign]
+            loop.train(watch=False)
+        return {**loop.model.state_dict(), "random": torch.get_rng_state()}
+
+    plain, measured = trained(measured=False), trained(measured=True)
+    assert all(torch.equal(plain[name], measured[name]) for name in plain)
+
+
+def test_a_monitor_that_fails_leaves_the_loop_alone(
+    tmp_path: Path, fake_clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("ftcost_callback.live_run.LiveRun.step_ends", broken)
+    loop = Loop(fake_clock, tmp_path, num_epochs=1)
+    with caplog.at_level(logging.WARNING, logger="ftcost_callback"), loop.monitor as monitor:
+        loop.train()
+    assert monitor.global_step == 6
+    assert len([message for message in caplog.messages if "switched off" in message]) == 1
+    assert num_hooks(loop.model) == 1
+
+
+def test_a_pause_inside_a_step_is_said_once(tmp_path: Path, fake_clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(fake_clock, tmp_path, num_steps=2)
+    with caplog.at_level(logging.WARNING, logger="ftcost_callback"), loop.monitor as monitor:
+        for batch in list(loop.loader)[:2]:
+            loop.model(**batch).loss.backward()
+            with monitor.pause("eval"):
+                fake_clock.pass_seconds(7.0)
+            loop.optimizer.step()
+            monitor.step(batch)
+    assert len([message for message in caplog.messages if "counts as a part of that step" in message]) == 1
+    summary = read_run(tmp_path).summary
+    assert summary is not None
+    assert summary.eval_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_steps": 0}, "num_steps must be a whole number from 1 on"),
+        ({"num_epochs": float("nan")}, "num_epochs must be a number above 0"),
+        ({"mixed_precision": "fp8"}, "mixed_precision must be one of"),
+        ({"start_step": -1}, "start_step must be a whole number from 0 on"),
+        ({"usd_per_gpu_hour": -1.0}, "usd_per_gpu_hour must be"),
+        ({"stop_at_budget": True}, "stop_at_budget must be"),
+        ({"profile_steps": (5, 2)}, "profile_steps must be"),
+    ],
+)
+def test_a_wrong_argument_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(CostModelError, match=said):
+        FTCostMonitor(torch.nn.Linear(2, 2), **settings)
+
+
+def test_a_wrong_pause_is_refused(tmp_path: Path, fake_clock: FakeClock) -> None:
+    loop = Loop(fake_clock, tmp_path)
+    with loop.monitor as monitor, pytest.raises(CostModelError, match="pause takes one of eval"), monitor.pause("meal"):  # type: ignore[arg-type]
+        pass
+
+
+def test_a_plain_torch_model_is_measured_without_a_prediction(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FTCostMonitor(model, optimizer, num_steps=3, batch_size=8, output_dir=tmp_path, sinks=[]) as monitor:
+        for _ in range(3):
+            model(torch.ones(8, 4)).sum().backward()
+            optimizer.step()
+            monitor.step()
+    record = read_run(tmp_path)
+    assert len(record.steps) == 3
+    assert record.predictions == []
+    assert any("no Hugging Face config" in note for note in record.sessions[0].notes or [])
+
+
+PROGRAM_THAT_DIES_WHILE_PROFILED = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from tiny_runs import TokenRows, pad_right, tiny_llama
+from ftcost_callback import FTCostMonitor
+model = tiny_llama().train()
+monitor = FTCostMonitor(model, sinks=[], predict=False, profile_steps=(1, 5), output_dir={output!r})
+monitor.__enter__()
+model(**pad_right([TokenRows()[0]])).loss.backward()
+monitor.step()
+model(**pad_right([TokenRows()[0]])).loss.backward()
+raise SystemExit(3)
+"""
+
+
+def test_a_program_that_ends_inside_the_profilers_window_ends_as_without_us(tmp_path: Path) -> None:
+    """A torch profiler that still runs at the end of the interpreter is a segmentation fault."""
+    program = PROGRAM_THAT_DIES_WHILE_PROFILED.format(tests=str(Path(__file__).parent), output=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert len(read_run(tmp_path).steps) == 1

@@ -1,0 +1,171 @@
+"""Files from strangers: sizes are bounded, nothing is run, a key counts once, and messages name the path as it was given."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel import cli, cli_input
+from costmodel.calibration import read_calibration
+from costmodel.catalog import MAX_PRICE_FILE_BYTES, find_model_config, prices_from
+from costmodel.dataset import read_dataset
+from costmodel.errors import CostModelError
+from costmodel.importers import import_config, recognise
+from costmodel.importers.reading import MAX_CONFIG_BYTES
+from costmodel.strict_json import MAX_BYTES
+
+# What makes each importer take a YAML file for its own.
+TOOLS: dict[str, str] = {
+    "job": "model: m\ngpu: A40\n",
+    "axolotl": "base_model: m\nadapter: lora\n",
+    "llamafactory": "stage: sft\nmodel_name_or_path: m\ntemplate: default\n",
+    "trl": "model_name_or_path: m\nper_device_train_batch_size: 1\nmax_length: 8\n",
+    "wandb": "wandb_version: 1\n_wandb: {value: {}}\nper_device_train_batch_size: {value: 1}\nmodel_type: {value: llama}\n",
+}
+LAUGHS = "aa: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + i) * 2}: &{chr(98 + i)} [" + ",".join([f"*{chr(97 + i)}"] * 10) + "]\n" for i in range(8)
+)
+DEEP = "deep: " + "[" * 20_000 + "]" * 20_000 + "\n"
+
+POISON: dict[str, tuple[Callable[[Path], str], str]] = {
+    "aliases of a billion values": (lambda _: LAUGHS, "stands for more than 200,000 values"),
+    "an alias of itself": (lambda _: "loop: &a [*a]\n", "stands for more than 200,000 values|not valid YAML"),
+    "deep nesting": (lambda _: DEEP, "is not valid YAML|stands for more than 200,000 values"),
+    "a tag that would run code": (
+        lambda folder: f"made: !!python/object/apply:pathlib.Path.touch [{folder}/made]\n",
+        "is not valid YAML",
+    ),
+    "a key twice": (lambda _: "one: 1\ntwo: 2\none: 3\n", r"the key one is there twice, in lines \d and \d+: keep one"),
+    "a key twice inside": (lambda _: "outer:\n  one: 1\n  one: 1\n", "the key one is there twice, in lines"),
+    "too large": (lambda _: "#" * (MAX_CONFIG_BYTES + 1), "is larger than 10 MB"),
+}
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_poisoned_yaml_is_refused_by_every_importer(
+    tool: str, poison: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.yaml").write_text(TOOLS[tool])
+    assert recognise("good.yaml") == tool
+    make, message = POISON[poison]
+    Path("bad.yaml").write_text(TOOLS[tool] + make(tmp_path))
+    with pytest.raises(CostModelError, match=message) as caught:
+        import_config("bad.yaml")
+    assert str(caught.value).startswith("bad.yaml")
+    assert str(tmp_path) not in str(caught.value).replace(f"{tmp_path}/made", "")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_aliases_and_merges_within_bounds_are_read(tool: str, tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text(TOOLS[tool] + "common: &c {x: 1, y: 2}\nother: {<<: *c, x: 3}\n")
+    assert recognise(str(tmp_path / "good.yaml")) == tool
+
+
+JSON_POISON: dict[str, tuple[str, str]] = {
+    "deep nesting": ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "is not valid JSON|is not readable JSON"),
+    "a key twice": ('{"model_type": "llama", "r": 1, "r": 2}', "the key 'r' is there twice"),
+    "not a number": ('{"r": NaN}', "NaN is not a number"),
+    "too large": (" " * (MAX_CONFIG_BYTES + 1), "is larger than 10 MB"),
+}
+
+
+@pytest.mark.parametrize("poison", JSON_POISON)
+@pytest.mark.parametrize("name", ["adapter_config.json", "config.json"])
+def test_poisoned_checkpoints_are_refused(name: str, poison: str, tmp_path: Path) -> None:
+    text, message = JSON_POISON[poison]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CostModelError, match=message):
+        import_config(tmp_path)
+
+
+def test_the_log_of_a_long_run_does_not_make_its_checkpoint_unreadable(tmp_path: Path) -> None:
+    entry = {"epoch": 0.1234567, "grad_norm": 1.23456789, "learning_rate": 1.2345e-05, "loss": 1.23456, "step": 1}
+    state = {"max_steps": 60_000, "num_train_epochs": 3, "train_batch_size": 4, "log_history": [entry] * 100_000}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "m", "peft_type": "LORA", "r": 8}')
+    assert (tmp_path / "trainer_state.json").stat().st_size > MAX_CONFIG_BYTES
+    assert import_config(tmp_path).fields["max_steps"] == 60_000
+
+
+@pytest.mark.parametrize("poison", ["deep nesting", "too large"])
+def test_poisoned_model_configs_deepspeed_files_and_calibrations_are_refused(
+    poison: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(JSON_POISON[poison][0])
+    assert MAX_BYTES == MAX_CONFIG_BYTES
+    with pytest.raises(CostModelError, match=r"^config\.json is not readable JSON"):
+        find_model_config("config.json")
+    with pytest.raises(CostModelError, match=r"^config\.json cannot be read as a calibration"):
+        read_calibration("config.json")
+    line = ["estimate", "-m", "meta-llama/Llama-2-7b-hf", "--seq-len", "8", "--num-gpus", "2", "--deepspeed", "config.json"]
+    assert cli.run(line) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ftcost: deepspeed config 'config.json'")
+
+
+def test_large_price_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    with path.open("wb") as file:
+        file.truncate(MAX_PRICE_FILE_BYTES + 1)  # a hole: nothing is written
+    with pytest.raises(CostModelError, match="is larger than 64 MiB"), prices_from(path):
+        pass
+
+
+def test_jobs_a_line_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "jobs.jsonl"
+    with path.open("wb") as file:
+        file.truncate(cli_input.MAX_JOBS_BYTES + 1)
+    assert cli.run(["estimate", str(path)]) == 2
+    assert "is larger than 256 MB; split it, or pipe it in (-)" in capsys.readouterr().err
+    monkeypatch.setattr(cli_input, "MAX_LINE_CHARACTERS", 1_000_000)
+    for arguments in (["estimate", "-"], ["compare", "-"], ["optimize", "-"]):
+        for text in ("x" * 1_000_001, ("[" + " " * 9_999 + "\n") * 110):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+            assert cli.run(arguments) == 2
+            out, err = capsys.readouterr()
+            assert err.startswith("ftcost: ")
+            assert err.count("\n") == 1
+            if arguments[0] != "estimate":
+                assert "longer than 1 MB: not a job" in err
+                assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.jsonl", '{"text": ' + "[" * 200_000 + "]" * 200_000 + "}\n", "is not valid JSON"),
+        ("rows.json", "[" * 200_000 + "]" * 200_000, "is not valid JSON"),
+    ],
+)
+def test_poisoned_data_sets_are_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(CostModelError, match=message):
+        read_dataset(path, use_cache=False)
+
+
+def test_a_data_set_larger_than_memory_is_refused_or_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from costmodel import dataset_rows
+
+    monkeypatch.setattr(dataset_rows, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(dataset_rows, "MAX_JSON_BYTES", 1000)
+    rows: list[dict[str, Any]] = [{"text": "x" * 500}, {"text": "x" * 2000}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(CostModelError, match="line 2 is larger than"):
+        read_dataset(tmp_path / "rows.jsonl", use_cache=False)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    with pytest.raises(CostModelError, match=r"save it as \.jsonl"):
+        read_dataset(tmp_path / "rows.json", use_cache=False)
