@@ -1,9 +1,9 @@
 """What the caching allocator reserves for a step, by class of job: traces of the real modules, replayed. Writes replays.csv.
 
-    python accuracy/build_replays.py       ten minutes; needs torch, transformers and peft
+    python accuracy/build_replays.py       a quarter of an hour; needs torch, transformers and peft
 
 Each job is traced at two lengths (fake tensors, ``tests/tracing``); every storage is linear in the length, so the log of
-any length follows. Three steps of one length give the gaps; forty of varying lengths the blocks that later lengths do not
+any length follows. Three steps of one length give the gaps; sixty of varying lengths the blocks that later lengths do not
 fit into. The stacks are 12 or 16 layers deep.
 """
 
@@ -71,8 +71,8 @@ COMMON = {
 }
 CLASS_OF = {"lora": "lora", "lora checkpointed": "lora_checkpointed", "qlora checkpointed": "lora_checkpointed"}
 FIXED = ((1, 512), (1, 2048), (4, 2048))  # batch, tokens of a sequence
-LONGEST, NUM_BATCHES, ORDERS = 2048, 40, 4
-COLUMNS = ["model", "job", "class", "batch", "tokens", "order", "dynamic_gib", "gap_share", "holes_per_loss"]
+LONGEST, NUM_BATCHES, ORDERS = 2048, 60, 4
+COLUMNS = ["model", "job", "class", "batch", "tokens", "lengths", "order", "dynamic_gib", "gap_share", "holes_per_loss"]
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,20 @@ def replay(log: StepLog, batches: Sequence[int]) -> CachingAllocator:
     return allocator
 
 
-def varying_lengths(order: int) -> list[int]:
-    """Lengths of a log-normal data set of mean 700, cut at :data:`LONGEST`; the longest comes somewhere in between."""
+def varying_lengths(kind: str, order: int) -> list[int]:
+    """Lengths of a log-normal data set in some order; one batch of :data:`LONGEST` comes somewhere in between.
+
+    *tail*: the mean is a third of the limit, what is longer is cut. *bulk*: the mean is half as much again as the limit,
+    what is longer is dropped, so that many lengths are near the limit (as in the rows of ms_swift).
+    """
     source = random.Random(order)
-    sigma = math.sqrt(math.log(1 + (500 / 700) ** 2))
-    lengths = [
-        min(LONGEST, max(10, int(source.lognormvariate(math.log(700) - sigma**2 / 2, sigma)))) for _ in range(NUM_BATCHES)
-    ]
+    mean, spread = {"tail": (LONGEST / 3, 0.7), "bulk": (LONGEST * 1.5, 0.8)}[kind]
+    sigma = math.sqrt(math.log(1 + spread**2))
+    lengths: list[int] = []
+    while len(lengths) < NUM_BATCHES:
+        drawn = int(source.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
+        if kind == "tail" or drawn <= LONGEST:
+            lengths.append(min(LONGEST, max(10, drawn)))
     lengths[source.randrange(NUM_BATCHES)] = LONGEST
     return lengths
 
@@ -191,10 +198,12 @@ def rows(model: str, job: str, log: StepLog) -> Iterator[dict[str, Any]]:
         }
     steady = replay(log, [LONGEST] * 3)
     loss = 12 * log.vocab_size * LONGEST
-    for order in range(ORDERS):
-        done = replay(log, varying_lengths(order))
-        holes = (done.most_reserved - steady.most_reserved) / loss
-        yield {**common, "batch": 1, "tokens": LONGEST, "order": order, "holes_per_loss": f"{holes:.2f}"}
+    for kind in ("tail", "bulk"):
+        for order in range(ORDERS):
+            done = replay(log, varying_lengths(kind, order))
+            holes = (done.most_reserved - steady.most_reserved) / loss
+            mixed = {"batch": 1, "tokens": LONGEST, "lengths": kind, "order": order}
+            yield {**common, **mixed, "holes_per_loss": f"{holes:.2f}"}
 
 
 def main() -> None:

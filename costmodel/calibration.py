@@ -41,8 +41,6 @@ FOLDER_NAME: Final = "calibrations"
 MIN_SHARE_DIFFERENCE: Final = 0.13
 # ... and how much larger it must be: twice the batch is a neighbour (Qwen 1 at 256 and 512 tokens leads to 8 %).
 MIN_TOKENS_RATIO: Final = 2.5
-# A step that follows its tokens this closely says nothing of the rest, however many batches there are.
-_DEVICE_BOUND_SHARE: Final = 0.8
 # What the fit takes for granted: a measured step is good to 2 %, a factor within 30 % of 1 unless the steps say otherwise.
 _STEP_SIGMA: Final = 0.02
 _FACTOR_SIGMA: Final = 0.3
@@ -143,10 +141,19 @@ class Calibration:
         style, size = self.style, f"{self.num_tokens_low:,.0f} to {self.num_tokens_high:,.0f} tokens a micro-batch"
         of = f"{', '.join(self.models)} on {style.gpu}, {style.framework} {self.framework_version}, {style.kind}"
         if self.num_factors == 1:
+            if self.num_tokens_high >= MIN_TOKENS_RATIO * self.num_tokens_low:
+                why = (
+                    "all of them are bound by the same thing, host or device, so one factor holds for everything between "
+                    "them; outside it may not"
+                )
+            else:
+                why = (
+                    "one batch cannot tell host and device apart, so one factor for everything: measure the smallest batch "
+                    "and a middle one for both"
+                )
             return (
-                f"{of}: the step takes {self.device_factor:.2f} times the estimate ({size}). One factor on everything: "
-                "the batches do not differ enough to tell host and device apart; intervals stay as they were. Measure the "
-                "smallest batch and a middle one for both factors."
+                f"{of}: the step takes {self.device_factor:.2f} times the estimate ({size}); {why}. "
+                "Intervals stay as they were."
             )
         return (
             f"{of}: what grows with the tokens takes {self.device_factor:.2f} times the estimate, the rest of the step "
@@ -171,8 +178,7 @@ class Calibration:
 def fit(steps: Sequence[MeasuredStep], *, created_on: str, ftcost_version: str) -> Calibration:
     """Factors of steps measured in one style. Two where the batches differ enough, else one on everything.
 
-    Raises :class:`CostModelError` for steps of different styles, and for several batches that are too alike to tell the
-    factors apart (it says which to measure).
+    Raises :class:`CostModelError` for steps of different styles, and for neighbouring batches (it says which to measure).
     """
     if not steps:
         raise CostModelError("no measured step to calibrate on")
@@ -226,21 +232,21 @@ def token_share(step: MeasuredStep) -> float:
 
 
 def _can_tell_apart(steps: Sequence[MeasuredStep]) -> bool:
-    """Whether the steps determine two factors. Raises where several different batches were measured in vain."""
+    """Whether the steps determine two factors. Raises for neighbouring batches, which determine neither."""
     ordered = sorted(steps, key=lambda step: step.batch.num_tokens)
     small, large = ordered[0], ordered[-1]
-    shares = [token_share(step) for step in ordered]
     ratio = large.batch.num_tokens / small.batch.num_tokens
-    if max(shares) - min(shares) >= MIN_SHARE_DIFFERENCE and ratio >= MIN_TOKENS_RATIO:
-        return True
-    is_one_run = len({step.source for step in steps}) == 1
-    if is_one_run or ratio <= _SAME_BATCH or min(shares) >= _DEVICE_BOUND_SHARE:
+    shares = [token_share(step) for step in ordered]
+    differs = max(shares) - min(shares) >= MIN_SHARE_DIFFERENCE
+    if ratio >= MIN_TOKENS_RATIO:
+        # Far apart, and yet bound alike from end to end: one factor holds there, and the other would be noise.
+        return differs
+    if len({step.source for step in steps}) == 1 or ratio <= _SAME_BATCH:
         return False
     raise CostModelError(
-        f"the measured batches are too alike: of a step, {min(shares):.0%} follows its tokens at "
-        f"{small.batch.num_tokens:.0f} tokens a micro-batch and {max(shares):.0%} at {large.batch.num_tokens:.0f}, so host "
-        f"and device cannot be told apart; {_batch_to_measure(small, large, min(shares))}, or give one of them alone for a "
-        "single factor"
+        f"{small.batch.num_tokens:.0f} and {large.batch.num_tokens:.0f} tokens a micro-batch are neighbours: a line through "
+        f"them says little of any other batch; {_batch_to_measure(small, large, min(shares))}, or give one of them alone "
+        "for a single factor"
     )
 
 
@@ -342,9 +348,16 @@ def calibrations_folder() -> str:
 def default_path(calibration: Calibration) -> str:
     """One file for each card, stack, kind of job and model; a newer calibration takes the place of an older."""
     style = calibration.style
-    size = f"{calibration.num_active_params_high / 1e9:.1f}b"
+    size = _size_text(calibration.num_active_params_high)
     words = (style.gpu, f"{style.framework} {style.framework_major_version}", style.kind, calibration.model_family, size)
     return os.path.join(calibrations_folder(), f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json")
+
+
+def _size_text(num_params: int) -> str:
+    """``6.6b``, ``0.5b``, ``14m``, ``90k``: never ``0.0b``."""
+    if num_params >= 1e8:
+        return f"{num_params / 1e9:.1f}b"
+    return f"{num_params / 1e6:.0f}m" if num_params >= 1e6 else f"{num_params / 1e3:.0f}k"
 
 
 def write_calibration(path: str, calibration: Calibration) -> None:

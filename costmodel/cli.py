@@ -189,7 +189,7 @@ def _stale_price(answer: Mapping[str, Any]) -> str | None:
 
 def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_hours: float | None) -> list[str]:
     """A sentence for each limit that the point estimate passes. An unknown total cannot be held against one."""
-    from costmodel.report import format_seconds, format_usd
+    from costmodel.formats import format_seconds, format_usd
 
     excess = []
     spot = answer.get("spot") or {}
@@ -313,7 +313,7 @@ def compare_command(
     _say_warnings(candidates)
     if any(candidate.fits for candidate in candidates):
         return FITS
-    say("fits on none of these GPUs")
+    say(report.fits_nowhere_sentence(candidates))
     return DOES_NOT_FIT
 
 

@@ -65,14 +65,18 @@ def print_json(value: Any) -> int:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
+def _version_text() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"ftcost {version('ftcost')}"
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "ftcost (not installed)"
+
+
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"ftcost {version('ftcost')}")
-        except PackageNotFoundError:  # run from a source tree that was never installed
-            print("ftcost (not installed)")
+        print(_version_text())
         raise typer.Exit()
 
 
@@ -90,6 +94,9 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
     if sys.stdout is None:
         say("standard output is closed: there is nowhere to write the answer", stream)
         return WRONG_INPUT
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] in ("--help", "-h"):
+        application.info.epilog = _version_text()
     try:
         code = _with_the_named_command(application, arguments)(args=arguments, prog_name="ftcost", standalone_mode=False)
         sys.stdout.flush()

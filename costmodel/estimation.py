@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from costmodel.cost import dollars, run_time, schedule
 from costmodel.defaults import LATEST, ResolvedJob, defaults_source, resolve
 from costmodel.errors import CostModelError
 from costmodel.expert_load import ExpertLoad
+from costmodel.formats import format_gib, format_seconds, format_usd
 from costmodel.hf_config import ModelSpec, model_spec_from_config
 from costmodel.job_warnings import job_warnings
 from costmodel.lengths import (
@@ -108,6 +109,38 @@ class Estimate:
     evidence: tuple[dict[str, Any], ...]
     calibration: dict[str, Any] | None
     warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The answer in a line, intervals aside; :func:`costmodel.report.to_text` is the whole of it."""
+        return ", ".join(f"{name}: {value}" if name else value for name, value in self._facts())
+
+    def _repr_html_(self) -> str:
+        """The same as a small table, in a notebook."""
+        import html  # its table of entities takes longer to load than an estimate to compute
+
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name or 'job')}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for name, value in self._facts()
+        )
+        return f"<table>{rows}</table>"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        model, gpu = self.job.get("model"), self.job.get("gpu")
+        name = model.get("model_type", "config") if isinstance(model, Mapping) else model
+        on = f" on {self.job.get('num_gpus', 1)} x {gpu['name'] if isinstance(gpu, Mapping) else gpu}" if gpu else ""
+        how = " ".join(str(self.job[field]) for field in ("method", "quantization") if self.job.get(field))
+        yield "", f"{name} {how}{on}"
+        if self.verdict is not None:
+            yield "verdict", self.verdict.replace("_", " ")
+        capacity = self.memory.capacity_bytes
+        of = f" of {format_gib(capacity)}" if capacity else ""
+        yield "memory", f"{format_gib(self.memory.peak_device_bytes)}{of}"
+        for label, seconds in (("step", self.step_seconds), ("total", self.total_seconds)):
+            if seconds is not None:
+                yield label, format_seconds(seconds)
+        if self.total_usd is not None:
+            yield "cost", format_usd(self.total_usd)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON answer of the contract (``docs/answer.md``)."""

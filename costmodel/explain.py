@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from costmodel.report import Table, format_count, format_percent
+from costmodel.formats import format_count, format_percent
+from costmodel.report import Table
 from costmodel.specs import Job
 
 if TYPE_CHECKING:

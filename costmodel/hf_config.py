@@ -83,6 +83,7 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
         embedding_width=outside.embedding_width,
         head_bias=fields.flag(family.head_bias) if isinstance(family.head_bias, str) else family.head_bias,
         caps_logits=fields.get("final_logit_softcapping") is not None,
+        residual_in_fp32=fields.flag("residual_in_fp32"),
         layers_path=family.layers_path,
         embedding_path=family.embedding_path,
         head_path=family.head_path,

@@ -7,6 +7,7 @@ all of one GPU, in the steady state (the optimizer has taken its first step).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -82,6 +83,7 @@ class MemoryBreakdown:
     peak_device_bytes_low: int | None = None
     peak_device_bytes_high: int | None = None
     capacity_bytes: int | None = None
+    device_bytes_by_phase: Mapping[str, int] | None = None  # what the card shows at the worst moment of each phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +267,12 @@ class _LayerBytes:
     escapes_checkpoint_per_token: float = 0.0  # held by every layer although it is checkpointed
 
 
-def _adapter_input_bytes(types: _Types, dropout: float) -> float:
+def _adapter_input_bytes(types: _Types, job: ResolvedJob) -> float:
     """Bytes kept for each input element of an adapted linear: A's own copy of the input, and the dropout mask."""
-    if types.adapter == types.stream and not (types.autocast and types.compute != types.adapter):
+    dropout = job.lora_dropout
+    if types.autocast and types.stream == 2 and job.quantization in BITSANDBYTES:
+        own_copy = 0.0  # peft's quantised layers leave the cast to autocast, which finds 16 bit
+    elif types.adapter == types.stream and not (types.autocast and types.compute != types.adapter):
         own_copy = 0.0  # A reads the very tensor that is there
     elif types.autocast:
         own_copy = 2.0
@@ -338,12 +343,29 @@ def _mlp_widths(is_gated: bool, activation: str, keeps_product: bool) -> int:
     return kept + (1 if keeps_product and not holds_result else 0)
 
 
+def _is_one_function(layer: Layer) -> bool:
+    """Whether a mixer is Mamba's fused function, which reads the weights of its inner linears itself.
+
+    Families that normalise between those linears (Jamba) run them one by one.
+    """
+    return layer.scan is not None and layer.scan.kind == "mamba" and all(norm.reads_layer_input for norm in layer.norms)
+
+
 def _scan_bytes(layer: Layer, compute: int) -> float:
     """A recurrent mixer with fused kernels: its projections, the convolution's result, the scan's inputs and its result.
 
     Counted from the layer's widths; states are kept once a chunk and left out.
     """
     assert layer.scan is not None
+    if _is_one_function(layer):
+        # mamba_ssm 2.2 MambaInnerFn: the projection, what the scan reads of the token, the scan's result before its gate;
+        # the convolution and the time steps are computed again. A pair of fp32 states for each 2,048 tokens.
+        wide = next(each for each in layer.linears if each.place == "mixer_in")
+        inner = next(each for each in layer.linears if each.leaf == "x_proj")
+        state = layer.scan.state_flops // (2 * layer.scan.channels)
+        return compute * (wide.out_features + inner.out_features + 2 * state + layer.scan.channels) + (
+            8 * state * layer.scan.channels / 2048
+        )
     projections = sum(each.out_features for each in layer.at("mixer_in", "mixer_inner"))
     results = sum(each.in_features for each in layer.at("mixer_out"))
     return compute * (projections + 2 * layer.scan.channels + 2 * results)
@@ -413,8 +435,8 @@ def _mlp_instants(
                     extra_per_token=stack_rows * (hidden + experts.intermediate_size) + stream * hidden,
                     extra_fixed=compute * float(down_params),
                 ),
-                # the result's gradient, sorted by expert and not yet
-                _Instant(extra_per_token=2 * stack_rows * hidden + 2 * stream * hidden),
+                # the gradients of the experts' results before and after the routing weights, and of those weights
+                _Instant(extra_per_token=3 * stack_rows * hidden + stream * hidden),
             )
         return (_Instant(extra_per_token=stack_rows * (hidden + 2 * experts.intermediate_size) + 2 * stream * hidden),)
     if not width:  # a layer of one mixer
@@ -460,6 +482,9 @@ def _mlp_instants(
         moments.append(
             _Instant(freed_per_token=own_input, extra_per_token=2 * branch * width + (4.0 * stream + branch) * hidden)
         )
+    if down_adapted and job.gradient_checkpointing and types.autocast and types.adapter == 4 and not job.quantization:
+        # ... and peft lifts down's input to fp32, which autocast takes down again
+        moments.append(_Instant(extra_per_token=(mlp + 4.0) * width + 5.0 * stream * hidden))
     if job.quantization:  # down's weight in 16 bit (32 without autocast), the product with it, A's gradient
         moments.append(
             _Instant(
@@ -484,7 +509,7 @@ def _layer_bytes(
     adapted_names = {each.linear.name for each in adapted.linears}
     adapted_parameters = {each.name for each in adapted.parameters}
     casts_input = types.autocast and stream != compute  # every linear casts its own copy of a norm's output
-    copy_bytes = _adapter_input_bytes(types, job.lora_dropout)
+    copy_bytes = _adapter_input_bytes(types, job)
     rank_bytes = 4.0 if not types.autocast and types.adapter == 4 else 2.0
 
     holds_inputs = job.four_bit_keeps_inputs and not casts_input  # of its 4-bit linears; a cast is counted below
@@ -515,6 +540,8 @@ def _layer_bytes(
         shared_reads = float(stream * hidden * (mixer_read + (mlp_read and not (layer.shares_input and mixer_read))))
     inner_reads = 2.0 if casts_input else float(compute)
     own_reads = inner_reads * sum(each.in_features for each in layer.at("mixer_inner", "side_in", "side_out") if reads(each))
+    if _is_one_function(layer):
+        own_reads = 0.0
     adapter_copies = sum(copy_bytes * each.linear.in_features + rank_bytes * each.r for each in adapted.linears)
     # DoRA scales the base's result and the adapter's, and keeps both for the gradient of its magnitude
     dora_results = mlp + (4 if rank_bytes == 4.0 else 2)
@@ -533,7 +560,7 @@ def _layer_bytes(
     if attention.num_heads:
         scores, per_pair = _attention_bytes(layer, kernel, job, compute, is_padded)
         output = next((each for each in layer.linears if each.place == "mixer_out"), None)
-        is_copied = kernel == "eager" or attention.has_output_gate or attention.copies_output
+        is_copied = kernel == "eager" or attention.has_output_gate or attention.copies_output or job.framework == "litgpt"
         if output is not None and reads(output) and is_copied:
             scores += compute * output.in_features
         if attention.has_output_gate:  # the sigmoid, and what it multiplies
@@ -588,7 +615,7 @@ def _layer_bytes(
         if norm.kind == "layer":
             held_input = 0.0 if types.autocast and stream == 2 else float(stream * hidden)
         else:
-            held_input = 4.0 * hidden if stream == 4 else 0.0
+            held_input = 4.0 * hidden if stream == 4 or model.residual_in_fp32 else 0.0
     if not inputs and mixer_read:
         held_input = float(stream * hidden)
     # the input of the first layer needs no gradient where nothing below is trained
@@ -659,6 +686,7 @@ class _Plan:
     embedding_gradient_bytes: float
     head_copy_bytes: float
     optimizer_temporary_bytes: float
+    autocast_copies_bytes: float
     embedding_is_trained: bool
     gathered_bytes: float  # of sharded weights that a pass puts together again, and of buckets of gradients
 
@@ -685,6 +713,7 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
         optimizer_temporary_bytes=_optimizer_temporary_bytes(model, job),
+        autocast_copies_bytes=_autocast_copies_bytes(model, job, types),
         embedding_is_trained=embedding_trained,
         gathered_bytes=_gathered_bytes(model, job, types) + 2.0 * job.sharding.bucket_elements,
     )
@@ -704,6 +733,16 @@ def _optimizer_temporary_bytes(model: ModelSpec, job: ResolvedJob) -> float:
     of_kernels = (2.0 if masters else 1.0) * trained_bytes * _STEP_COPIES.get(job.optim, 0)
     of_deepspeed = 3.0 * trained_bytes if masters and job.sharding.by == "deepspeed" else 0.0
     return (of_kernels + of_deepspeed) / job.sharding.parts(1)
+
+
+def _autocast_copies_bytes(model: ModelSpec, job: ResolvedJob, types: _Types) -> float:
+    """16-bit copies of trained fp32 weights of the layers: autocast keeps each until its context is left."""
+    if not (types.autocast and types.stream == 4) or job.is_peft:
+        return 0.0
+    return 2.0 * sum(
+        count * (sum(each.num_params for each in layer.linears) + sum(each.num_params for each in layer.all_experts))
+        for layer, count in model.layers
+    )
 
 
 def _largest_trained(model: ModelSpec, job: ResolvedJob) -> int:
@@ -774,12 +813,17 @@ def peak_memory(
     ``loss_in_fp32`` is false for remote code that leaves the loss in the model's type where no autocast lifts it.
     """
     plan = _plan(model, job, is_padded)
-    worst = max(_moments(model, job, plan, batch, keeps_logits, evaluation, loss_in_fp32), key=lambda moment: moment.total)
+    moments = _moments(model, job, plan, batch, keeps_logits, evaluation, loss_in_fp32)
+    worst = max(moments, key=lambda moment: moment.total)
     held = plan.held
-    allocated = held.static_bytes + worst.total + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
-    # weights and states lie densely; the gaps are between what comes and goes
-    reserved = allocated + (0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)] * worst.total)
+    fixed = held.static_bytes + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
     context = 0 if on_cpu else CUDA_CONTEXT_BYTES
+    # weights and states lie densely; the gaps are between what comes and goes
+    overhead = 0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)]
+    allocated, reserved = fixed + worst.total, fixed + worst.total * (1 + overhead)
+    by_phase: dict[str, float] = {}
+    for moment in moments:
+        by_phase[moment.phase] = max(moment.total, by_phase.get(moment.phase, 0.0))
     return MemoryBreakdown(
         weights_bytes=held.weights_bytes,
         adapters_bytes=held.adapters_bytes,
@@ -793,6 +837,7 @@ def peak_memory(
         peak_allocated_bytes=int(allocated),
         peak_reserved_bytes=int(reserved),
         peak_device_bytes=int(reserved) + context,
+        device_bytes_by_phase={phase: int(fixed + total * (1 + overhead)) + context for phase, total in by_phase.items()},
     )
 
 
@@ -853,7 +898,7 @@ def _moments(
     all_gradients = float(held_bytes(model, job).gradients_bytes) if reduces_late else reduced_gradients
     # what waits for the backward is on the host, but for the layer at work; the head's is left on the device (TRL)
     is_away = job.activation_offloading
-    checkpoint = types.stream * hidden * tokens
+    checkpoint = (4 if model.residual_in_fp32 else types.stream) * hidden * tokens
 
     def layer_bytes(each: _LayerBytes) -> float:
         return each.per_token * tokens + each.per_pair * pairs + each.fixed
@@ -899,7 +944,7 @@ def _moments(
         width = 4.0 if loss_in_fp32 else float(types.compute)
         logits, loss_temporary = width * vocab * head_tokens, 2.0 * width * vocab * head_tokens
         if keeps_logits:
-            loss_temporary += (4.0 if job.upcasts_logits else types.compute) * vocab * head_tokens
+            logits += (4.0 if job.upcasts_logits else types.compute) * vocab * head_tokens
     loss_temporary += gathered
     base_gradients = all_gradients if accumulates else 0.0
     if model.caps_logits and not job.fused_loss:  # the tanh of the logits, in their own type
@@ -910,9 +955,13 @@ def _moments(
     outputs = float((4.0 if job.upcasts_logits else types.compute) * vocab * head_tokens) if keeps_logits else 0.0
     kept_cache, kept_beside = (kv_cache, kv_beside) if keeps_logits else (0.0, 0.0)
     moments = [_Moment("loss", base_gradients, stored + final + kept_beside, logits, loss_temporary)]
-    if not job.fused_loss:
+    if not job.fused_loss and job.framework != "litgpt":
         # ... so only the end of the forward holds the cache and, besides the log-softmax, the logits in both types
-        at_end = (types.compute + (4.0 if types.compute == 2 else 0.0)) * vocab * head_tokens
+        second = 4.0 if loss_in_fp32 else 2.0  # remote code that shifts the logits copies them
+        # and autocast's 16-bit copies of the weights, which checkpointing lets go of only then
+        at_end = (types.compute + (second if types.compute == 2 else 0.0)) * vocab * head_tokens
+        if job.gradient_checkpointing:
+            at_end += plan.autocast_copies_bytes
         moments.append(_Moment("loss", base_gradients, stored + final + kv_beside, logits, at_end + gathered))
         if plan.head_trained:  # the head's weight gradient, with the gradient of the logits
             held = plan.head_gradient_bytes + types.compute * vocab * head_tokens + outputs
@@ -970,12 +1019,7 @@ def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: 
     types, tokens = plan.types, batch.num_tokens
     stream = types.stream * model.hidden_size * tokens
     # under autocast the 16-bit copies of trained fp32 weights are cached through the whole forward, those of frozen ones not
-    copies = 0.0
-    if types.autocast and types.stream == 4 and not job.is_peft:
-        copies = 2.0 * sum(
-            count * (sum(each.num_params for each in layer.linears) + sum(each.num_params for each in layer.all_experts))
-            for layer, count in model.layers
-        )
+    copies = plan.autocast_copies_bytes
     at_work = max(each.per_token * tokens + each.per_pair * batch.num_attended_pairs for each, _ in plan.runs)
     fixed = plan.gathered_bytes
     if job.fused_loss == "chunked":

@@ -325,6 +325,7 @@ class ModelSpec:
     embedding_width: int | None = None  # where it differs from hidden_size
     head_bias: bool = False
     caps_logits: bool = False  # a tanh between the head and the loss
+    residual_in_fp32: bool = False  # the residual stream, whatever the type of the weights (Mamba)
     layers_path: str = "model.layers"
     embedding_path: str = "model.embed_tokens"
     head_path: str = "lm_head"

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.errors import CostModelError, MissingExtraError
-from costmodel.report import MEMORY_TERMS, as_answer, format_gib, format_seconds, format_usd, gpu_name, headline
+from costmodel.formats import format_gib, format_seconds, format_usd
+from costmodel.report import MEMORY_TERMS, as_answer, gpu_name, headline
 from costmodel.units import GIB, SECONDS_PER_HOUR
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def estimate_svg(estimate: Estimate | Mapping[str, Any]) -> str:
-    """Memory at the peak by category against the card, and one step by group."""
+    """Memory at the peak by category and of each phase, against the card, and one step by group."""
     answer = as_answer(estimate)
     title = headline(answer)
     parts = [_text(_MARGIN, 34, shortened(title, WIDTH - 2 * _MARGIN), "ink title")]
@@ -173,7 +174,27 @@ def _memory_panel(answer: Mapping[str, Any], top: float) -> tuple[list[str], flo
         parts.append(_rect(cx, cy - 10, 11, 11, kind))
         parts.append(_text(cx + 17, cy, shortened(label, column - 120)))
         parts.append(_text(cx + column - 30, cy, format_gib(size), "muted", "end"))
-    return parts, y + (len(terms) + 1) // 2 * _LINE
+    y += (len(terms) + 1) // 2 * _LINE
+    by_phase = memory.get("device_bytes_by_phase") or {}
+    return (parts, y) if len(by_phase) < 2 else _phases(parts, by_phase, capacity, y + 14)
+
+
+def _phases(parts: list[str], by_phase: Mapping[str, int], capacity: int | None, top: float) -> tuple[list[str], float]:
+    """A bar for the worst moment of each phase of a step, against the card."""
+    parts.append(_text(_MARGIN, top, "At the worst moment of each phase", "ink title"))
+    left = _MARGIN + max(map(text_width, by_phase)) + 10
+    scale = (WIDTH - _MARGIN - 90 - left) / max(*by_phase.values(), capacity or 0)
+    y = top + 12
+    for phase, size in by_phase.items():
+        parts.append(_text(left - 10, y + 14, phase, "ink", "end"))
+        parts.append(_rect(left, y + 2, size * scale, 15, "s0", f"{phase}: {format_gib(size)}"))
+        parts.append(_text(WIDTH - _MARGIN, y + 14, format_gib(size), "muted", "end"))
+        y += 22
+    if capacity:
+        at = left + capacity * scale
+        parts.append(_line(at, top + 10, at, y, "halo", 7))
+        parts.append(_line(at, top + 10, at, y, "limit", 3))
+    return parts, y + 8
 
 
 def _time_panel(answer: Mapping[str, Any], top: float) -> tuple[list[str], float]:

@@ -1,4 +1,4 @@
-"""An answer as text, Markdown or JSON: the only place that rounds and that turns bytes into GiB and seconds into hours.
+"""An answer as text, Markdown or JSON. Only here, in pictures and in :mod:`costmodel.formats` are numbers rounded.
 
 Works on the answer's mapping (``Estimate.to_dict()``). Unknown is printed as "unknown", an interval as "(low to high)".
 """
@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from costmodel.catalog import age_days, smallest_gpu_that_holds, stale_price_warning
 from costmodel.errors import CostModelError
-from costmodel.units import GIB, SECONDS_PER_HOUR
+from costmodel.formats import UNKNOWN, format_count, format_gib, format_percent, format_seconds, format_usd
 
 if TYPE_CHECKING:
     from costmodel.estimation import Estimate
     from costmodel.search import Candidate, OptimizeResult
     from costmodel.specs import Price
-
-UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,56 +36,6 @@ class Table:
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def format_gib(num_bytes: float | None) -> str:
-    """``41231686041`` -> ``"38.4 GiB"``; two decimals below 10 GiB."""
-    if num_bytes is None:
-        return UNKNOWN
-    gib = num_bytes / GIB
-    return f"{gib:,.1f} GiB" if abs(gib) >= 9.95 else f"{gib:.2f} GiB"
-
-
-def format_seconds(seconds: float | None, like: float | None = None) -> str:
-    """Milliseconds, seconds, minutes or hours, as a person would choose for ``like`` (default: the value itself)."""
-    if seconds is None:
-        return UNKNOWN
-    size = seconds if like is None else like
-    if size < 1:
-        return f"{_digits(seconds * 1000)} ms"
-    if size < 120:
-        return f"{_digits(seconds)} s"
-    if size < 2 * SECONDS_PER_HOUR:
-        return f"{_digits(seconds / 60)} min"
-    return f"{_digits(seconds / SECONDS_PER_HOUR)} h"
-
-
-def _digits(value: float) -> str:
-    """Three digits, never an exponent."""
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
-
-
-def format_usd(usd: float | None) -> str:
-    """Cents, three digits below a dollar where cents do not show them, whole dollars from a thousand."""
-    if usd is None:
-        return UNKNOWN
-    if usd >= 1000:
-        return f"${usd:,.0f}"
-    return f"${usd:.2f}" if usd >= 1 or usd == round(usd, 2) else f"${usd:.3g}"
-
-
-def format_count(count: float | None) -> str:
-    """``46702792704`` -> ``"46.70 B"`` (10^9, not 2^30); exact below 10,000."""
-    if count is None:
-        return UNKNOWN
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if count >= size:
-            return f"{count / size:.2f} {letter}"
-    return f"{count:,.0f}" if count >= 100 or count == int(count) else f"{count:.3g}"
-
-
-def format_percent(fraction: float | None) -> str:
-    return UNKNOWN if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _interval(answer: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
@@ -197,14 +145,25 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
             ways_out.append("not even a batch of 1 fits")
         if length:
             ways_out.append(f"longest sequence that fits is {length} tokens")
-    job = answer["job"]
-    needs_bf16 = bool(job.get("bf16")) or job.get("dtype") == "bfloat16"
-    card = smallest_gpu_that_holds(memory["peak_device_bytes"], needs_bf16=needs_bf16)
+    return sentence + ", ".join([*ways_out, _smallest_card(answer)])
+
+
+def _smallest_card(answer: Mapping[str, Any]) -> str:
+    job, peak = answer["job"], answer["memory"]["peak_device_bytes"]
+    card = smallest_gpu_that_holds(peak, needs_bf16=bool(job.get("bf16")) or job.get("dtype") == "bfloat16")
     if card is None:
-        ways_out.append("no catalogued card holds it")
-    else:
-        ways_out.append(f"smallest card that holds it is {card.name} ({format_gib(card.memory_bytes)})")
-    return sentence + ", ".join(ways_out)
+        return "no catalogued card holds it"
+    return f"smallest card that holds it is {card.name} ({format_gib(card.memory_bytes)})"
+
+
+def fits_nowhere_sentence(candidates: Sequence[Candidate]) -> str:
+    """The least that the job needs on any of the GPUs it was compared on, and the smallest card that holds it."""
+    answers = [each.estimate.to_dict() for each in candidates if each.estimate is not None]
+    if not answers:
+        return "fits on none of these GPUs"
+    least = min(answers, key=lambda answer: answer["memory"]["peak_device_bytes"])
+    needed = format_gib(least["memory"]["peak_device_bytes"])
+    return f"fits on none of these GPUs: needs {needed} at least, {_smallest_card(least)}"
 
 
 def gpu_name(answer: Mapping[str, Any]) -> str:
@@ -292,9 +251,20 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
     if answer.get("spot"):
         rows.append(("with interruptions", _spot_text(answer["spot"])))
     rows.append(("price", _price_text(answer.get("price"), today)))
+    if answer.get("calibration"):
+        rows.append(("calibration", _calibration_text(answer["calibration"])))
     if answer.get("interval_level") is not None:
         rows.append(("intervals", f"{100 * answer['interval_level']:.0f} % of runs"))
     return rows
+
+
+def _calibration_text(used: Mapping[str, Any]) -> str:
+    """``"a40.json of 2026-09-30: device x 1.12, host x 0.94; the batch is outside the measured ones"``."""
+    factors = f"device x {used['device_factor']:.2f}, host x {used['host_factor']:.2f}"
+    if used["num_factors"] == 1:
+        factors = f"everything x {used['device_factor']:.2f}"
+    inside = "" if used["is_inside_range"] else "; this job is outside what was measured"
+    return f"{used['file'] or 'given with the job'}, of {used['created_on']}: {factors}{inside}"
 
 
 def _spot_text(spot: Mapping[str, Any]) -> str:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from costmodel.report import format_seconds, format_usd, settings_text
+from costmodel.formats import format_seconds, format_usd
+from costmodel.report import settings_text
 
 if TYPE_CHECKING:
     from costmodel.search import Candidate

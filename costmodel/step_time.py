@@ -538,6 +538,9 @@ def _adapter_traffic(job: ResolvedJob, adapted: tuple[AdaptedLinear, ...]) -> tu
         per_in, per_out, back_in, back_out, dropout = 10.0, 22.0, 20.0, 22.0, 9.0
     elif fp32_adapters and not job.quantization:
         per_in, per_out, back_in, back_out, dropout = 14.0, 12.0, 22.0, 8.0, 9.0
+    elif stream_dtype(job) == "float32" and job.autocast_dtype is not None:
+        # Autocast casts an fp32 input for A, and A's gradient of it back to fp32, where it is added to the base's.
+        per_in, back_in, dropout = 8.0, 22.0, 9.0
     if job.lora_dropout:
         per_in, back_in = per_in + dropout, back_in + dropout
     width_in = sum(each.linear.in_features for each in adapted)

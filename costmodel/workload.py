@@ -312,6 +312,12 @@ def _work(model: ModelSpec, job: ResolvedJob) -> _Work:
         # A stack is merged when the adapter is registered and again when it is read; a single matrix once.
         merge_forward += count * sum((2 if p.num_matrices > 1 else 1) * p.merge_flops for p in adapted.parameters)
         merge_backward += count * sum(2 * p.merge_flops for p in adapted.parameters)
+        # DoRA multiplies B and A out, by way of a unit matrix, for the norm of the weight (peft 0.21, dora.py)
+        merge_forward += count * sum(
+            2.0 * each.r * each.linear.in_features * (each.linear.in_features + each.linear.out_features)
+            for each in adapted.linears
+            if each.dora
+        )
     for linear in model.linears:
         product = _linear_product(linear, full, 0)
         forward["mlp"] += product.forward

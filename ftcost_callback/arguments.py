@@ -97,15 +97,15 @@ class BillingStart:
     """``given``: when the machine's bill began; ``None``: when this process started, for its first training."""
 
     def __init__(self, given: str | float | datetime.datetime | None) -> None:
-        self._given = epoch_seconds(given if given is not None else os.environ.get(BILLING_VARIABLE) or None)
+        self.given = epoch_seconds(given if given is not None else os.environ.get(BILLING_VARIABLE) or None)
         self._has_begun = False
 
     def seconds_until(self, now: float) -> tuple[float, float]:
         """(seconds from the start of the bill to ``now``, epoch seconds of that start)."""
         global _first_session_begun
         is_first, _first_session_begun = not _first_session_begun, True
-        if self._given is not None and not self._has_begun:
-            started_at = self._given
+        if self.given is not None and not self._has_begun:
+            started_at = self.given
             if started_at > now:
                 _log.warning("ftcost: billing_started_at lies in the future; the bill starts now")
                 started_at = now

@@ -181,6 +181,8 @@ class FTCostCallback(TrainerCallback):
         order_note = None
         if self._settings.dry_run_steps is not None:  # on every process, so that their batches belong together
             order_note = self._order_batches(args, state, kwargs.get("train_dataloader"))
+        if args.process_index == 0 and not state.is_world_process_zero:
+            return  # several processes have this index (SageMaker's model parallelism), and one of them is the main one
         if owner is not None and owner is not self:
             owner._release()  # left over from a training that was broken off
         _owners[model] = self

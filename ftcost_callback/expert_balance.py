@@ -8,6 +8,7 @@ chance alone.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -55,12 +56,13 @@ def _layer_balance(tokens: Sequence[int]) -> ExpertBalance | None:
     if total <= 0:
         return None
     mean = total / num_experts
-    variance = sum((count - mean) ** 2 for count in tokens) / num_experts
+    # In whole numbers, so that an even load is exactly 0: num_experts^2 times the variance.
+    spread = num_experts * sum(map(operator.mul, tokens, tokens)) - total * total
     entropy = -sum(count / total * math.log(count / total) for count in tokens if count > 0)
-    num_dead = sum(count == 0 for count in tokens)
+    num_dead = tokens.count(0)
     return ExpertBalance(
         load_max_over_mean=max(tokens) / mean,
-        load_cv=math.sqrt(variance) / mean,
+        load_cv=math.sqrt(spread) / total,
         dead_expert_fraction=num_dead / num_experts,
         load_entropy=entropy / math.log(num_experts) if num_experts > 1 else 1.0,
         num_dead_experts=num_dead,
@@ -80,7 +82,7 @@ class BalanceStanding:
 
 
 class BalanceHistory:
-    """A session's loads, kept as three matrices of counts whatever its length.
+    """A session's loads, kept as two matrices of counts whatever its length.
 
     ``imbalance_seconds(load)``: seconds that a load adds to one optimizer step, ``None`` where that is not known. Asked
     once a stretch.
@@ -88,7 +90,7 @@ class BalanceHistory:
 
     def __init__(self, imbalance_seconds: Callable[[Matrix], float | None] = lambda load: None) -> None:
         self._imbalance_seconds = imbalance_seconds
-        self._total: list[list[int]] = []
+        self._total: list[list[int]] = []  # of whole stretches
         self._stretch: list[list[int]] = []
         self._stretch_steps = 0
         self._num_steps = 0
@@ -104,7 +106,6 @@ class BalanceHistory:
         self._window = expert_balance(tokens_per_expert)
         if self._window is None:
             return None
-        self._total = _sum(self._total, tokens_per_expert)
         self._stretch = _sum(self._stretch, tokens_per_expert)
         self._stretch_steps += num_steps
         self._num_steps += num_steps
@@ -124,6 +125,7 @@ class BalanceHistory:
         known = self._step_seconds is not None and self._seconds is not None
         self._seconds = self._seconds + self._step_seconds * self._stretch_steps if known else None  # type: ignore[operator]
         self._costed_steps += self._stretch_steps
+        self._total = _sum(self._total, self._stretch)
         self._stretch, self._stretch_steps = [], 0
 
     def no_window(self) -> None:
@@ -155,7 +157,7 @@ class BalanceHistory:
 
     def summary(self, layer_names: Sequence[str], *, usd_per_hour: float | None) -> dict[str, Any] | None:
         """The session's balance for the summary row, over all its tokens. ``None`` when none was seen."""
-        balance = expert_balance(self._total)
+        balance = expert_balance(_sum(self._total, self._stretch) if self._stretch else self._total)
         if balance is None:
             return None
         seconds = self.imbalance_seconds
@@ -185,4 +187,4 @@ def imbalance_usd(seconds: float | None, usd_per_hour: float | None) -> float | 
 def _sum(left: list[list[int]], right: Matrix) -> list[list[int]]:
     if not left:
         return [list(row) for row in right]
-    return [[a + b for a, b in zip(one, other, strict=True)] for one, other in zip(left, right, strict=True)]
+    return [list(map(operator.add, one, other)) for one, other in zip(left, right, strict=True)]

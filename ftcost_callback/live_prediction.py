@@ -13,14 +13,20 @@ from ftcost_callback.reporting import tokens_seen
 from ftcost_callback.session_plan import Settings
 
 STEPS_BEFORE_SECOND_PREDICTION: Final = 20
+UNDESCRIBED_CPU: Final = (
+    "trained on a CPU: neither its memory nor its time is predicted; gpu='H100' (say) predicts for that card, "
+    "gpu=ftcost_callback.probe.probe_cpu() for this processor"
+)
 
 
 class LivePrediction:
-    """``job``: the plain mapping of :func:`costmodel.estimate`; ``None`` where it could not be read."""
+    """``job``: the plain mapping of :func:`costmodel.estimate`; ``None`` where it could not be read. ``on_cpu``: it trains
+    on a processor; what a card would need is then no prediction of this run."""
 
-    def __init__(self, settings: Settings, job: dict[str, Any] | None) -> None:
+    def __init__(self, settings: Settings, job: dict[str, Any] | None, *, on_cpu: bool = False) -> None:
         self._settings = settings
         self._job = job
+        self._is_undescribed_cpu = on_cpu and job is not None and job.get("gpu") is None
         self._has_predicted_again = False
         self.first: Prediction | None = None
         self.latest: Prediction | None = None
@@ -43,9 +49,11 @@ class LivePrediction:
         except CostModelError as refusal:
             notes.append(f"no prediction: {refusal}")
             return
+        if self._is_undescribed_cpu:
+            notes.append(UNDESCRIBED_CPU)
         if self._job.get("lengths") is not None:
             self.expected_tokens_per_step = answer.get("num_tokens_per_step")
-        self.first = self.latest = _prediction("before", global_step, answer)
+        self.first = self.latest = self._prediction("before", global_step, answer)
 
     def second_is_due(self, num_measured_steps: int) -> bool:
         return (
@@ -74,7 +82,7 @@ class LivePrediction:
             answer = estimate_from_tokens(self._job_to_ask(), seen).to_dict()
         except CostModelError:
             return None
-        self.latest = _prediction("tokens_seen", global_step, answer)
+        self.latest = self._prediction("tokens_seen", global_step, answer)
         return self.latest
 
     def imbalance_seconds(self, load: Sequence[Sequence[int]], steps: StepAggregate) -> float | None:
@@ -95,6 +103,8 @@ class LivePrediction:
         calibration = {"calibration": self._settings.calibration} if self._settings.calibration is not None else {}
         return {**(self._job or {}), **calibration}
 
-
-def _prediction(basis: Literal["before", "tokens_seen"], global_step: int, answer: dict[str, Any]) -> Prediction:
-    return Prediction(basis=basis, global_step=global_step, estimate=answer)
+    def _prediction(self, basis: Literal["before", "tokens_seen"], global_step: int, answer: dict[str, Any]) -> Prediction:
+        if self._is_undescribed_cpu:
+            others = [each for each in answer["warnings"] if not each.startswith("no gpu is given")]
+            answer = {**answer, "memory": None, "warnings": [UNDESCRIBED_CPU, *others]}
+        return Prediction(basis=basis, global_step=global_step, estimate=answer)

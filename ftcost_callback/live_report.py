@@ -103,7 +103,7 @@ class LiveReport:
             return
         if load.status != "not_recorded":
             extra["expert_load"] = load = self._with_meaning(load, num_steps)
-        self._parts.record.write(load)
+        self._parts.record.write_experts(load)
 
     def _with_meaning(self, load: ExpertLoad, num_steps: int) -> ExpertLoad:
         """The row with how even the load is, how that has changed, and what it costs."""

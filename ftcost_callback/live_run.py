@@ -366,6 +366,8 @@ class LiveRun:
 
     def failed(self, error: BaseException | None, *, retried_with: int | None = None) -> None:
         """Training broke off with ``error``. When memory ran out, the record says why; the error itself goes on."""
+        if self._profiler is not None:
+            self._boundary.call("profiler", self._profiler.close)  # who catches the error goes on without it
         if self._said_out_of_memory or not (is_out_of_memory(error) or retried_with is not None):
             return
         self._said_out_of_memory = True

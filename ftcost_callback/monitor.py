@@ -38,7 +38,7 @@ from ftcost_callback.live_run import LiveRun
 from ftcost_callback.rank_run import RankRun
 from ftcost_callback.records import PauseKind
 from ftcost_callback.session_opening import Training
-from ftcost_callback.session_plan import Identity, Plan, new_run_id
+from ftcost_callback.session_plan import Identity, Plan, new_run_id, num_machines
 from ftcost_callback.sinks.base import Sink
 
 _log = logging.getLogger("ftcost_callback")
@@ -197,6 +197,7 @@ class FTCostMonitor:
             dataloader_num_workers=getattr(loop.train_loader, "num_workers", None),
             num_processes=world_size,
             num_devices=world_size,
+            num_machines=num_machines(world_size),
             is_data_parallel=isinstance(loop.model, nn.DataParallel),
         )
         training = Training(

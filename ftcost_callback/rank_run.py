@@ -21,7 +21,7 @@ from ftcost_callback.forward_counters import ForwardCounters
 from ftcost_callback.ranks import last_session
 from ftcost_callback.record_writer import RecordWriter
 from ftcost_callback.recorder import StepRecorder
-from ftcost_callback.records import PauseKind, RankSession, Row, Step
+from ftcost_callback.records import ExpertLoad, PauseKind, RankSession, Row, Step
 from ftcost_callback.run_file import Ledger, run_file_path, write_ledger
 from ftcost_callback.session_opening import Training
 from ftcost_callback.session_plan import Identity, Plan, Settings
@@ -61,7 +61,7 @@ class RankRun:
         self._first_step_ended_at: float | None = None
         self._is_named = False  # whose rows they are has been written
         self._held: list[Row] = []  # until then
-        self.recorder = StepRecorder(clock, window_steps=1, skip_first_steps=0)
+        self.recorder = StepRecorder(clock, window_steps=1, skip_first_steps=settings.skip_first_steps)
         self.counters = ForwardCounters(boundary, lambda error: None)
         self.record = RecordWriter(boundary, clock)
         self._steps = StepResolution(self.recorder, self.counters, boundary, clock)
@@ -126,7 +126,7 @@ class RankRun:
             self._first_step_ended_at = now
         if pauses_to_come or now - self.record.flushed_at >= FLUSH_SECONDS:
             self._take_steps(wait=bool(pauses_to_come))
-            if "log" in pauses_to_come:
+            if "log" in pauses_to_come and self.recorder.num_measured_steps > 0:  # as the main process does
                 self._take_experts()
             self._flush()
         self._steps.host_goes_on()
@@ -151,6 +151,8 @@ class RankRun:
             self._held.append(row)
         elif isinstance(row, Step):
             self.record.write_step(dataclasses.replace(row, session_index=self._session_index))
+        elif isinstance(row, ExpertLoad):
+            self.record.write_experts(row)
         else:
             self.record.write(row)
 

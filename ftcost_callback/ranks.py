@@ -233,7 +233,6 @@ class _Rows:
         self._next = next(self._rows, None)
         return row
 
-
     def up_to(self, session_index: int, global_step: int) -> list[_Mapping]:
         rows = []
         while self._next is not None and self._next[0] <= (session_index, global_step):

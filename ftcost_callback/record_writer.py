@@ -3,13 +3,69 @@ record and nothing else."""
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import os
 from collections.abc import Callable
+from typing import Final
 
 from ftcost_callback.boundary import Boundary
+from ftcost_callback.expert_balance import expert_balance
 from ftcost_callback.ranks import rank_file_path
-from ftcost_callback.records import Pause, PauseKind, Row, Step
+from ftcost_callback.records import ExpertLoad, Pause, PauseKind, Row, Step
 from ftcost_callback.run_file import RunFile, StepThinner, run_file_path
+
+FULL_EXPERT_COUNTS: Final = 500_000  # numbers, about 3 MB
+
+
+class ExpertThinner:
+    """Keeps the expert loads of a very long run bounded: up to ``full_counts`` numbers a row at each report, then a row for
+    each 2, 4, 8, ... of them, doubling as their number doubles. Such a row holds the sums, and loses no token.
+    """
+
+    def __init__(self, full_counts: int = FULL_EXPERT_COUNTS) -> None:
+        self._full_counts = full_counts
+        self._num_loads = 0
+        self._waiting: ExpertLoad | None = None
+        self._num_waiting = 0
+
+    def add(self, load: ExpertLoad) -> ExpertLoad | None:
+        """The row to write now, if any."""
+        num_counts = sum(map(len, load.tokens_per_expert))
+        if num_counts == 0:
+            return load  # it says why nothing is counted
+        self._num_loads += 1
+        full = max(1, self._full_counts // num_counts)
+        if self._num_loads <= full:
+            return load
+        self._waiting = load if self._waiting is None else _summed(self._waiting, load)
+        self._num_waiting += 1
+        stride = 2 << ((self._num_loads - 1) // full).bit_length() - 1
+        return self.take() if self._num_waiting >= stride else None
+
+    def take(self) -> ExpertLoad | None:
+        """What waits, as one row; ``None`` if nothing does."""
+        waiting, self._waiting, self._num_waiting = self._waiting, None, 0
+        return waiting
+
+
+def _summed(earlier: ExpertLoad, later: ExpertLoad) -> ExpertLoad:
+    """Of both stretches of steps; what is a state is the later one's."""
+    counts = [
+        list(map(operator.add, *layers)) for layers in zip(earlier.tokens_per_expert, later.tokens_per_expert, strict=True)
+    ]
+    doubtful = later if later.status != "recorded" else earlier
+    load = dataclasses.replace(later, tokens_per_expert=counts, status=doubtful.status, reason=doubtful.reason)
+    balance = expert_balance(counts)
+    if balance is None or later.load_max_over_mean is None:
+        return load
+    return dataclasses.replace(
+        load,
+        load_max_over_mean=balance.load_max_over_mean,
+        worst_layer=load.layer_names[balance.worst_layer],
+        worst_layer_load_max_over_mean=balance.worst_layer_load_max_over_mean,
+        num_dead_experts=balance.num_dead_experts,
+    )
 
 
 class RecordWriter:
@@ -19,6 +75,7 @@ class RecordWriter:
         self._boundary = boundary
         self._clock = clock
         self._steps = StepThinner()
+        self._experts = ExpertThinner()
         self._log_seconds = 0.0
         self.file: RunFile | None = None
         self.flushed_at = 0.0  # clock time
@@ -42,6 +99,11 @@ class RecordWriter:
         if thinned is not None:
             self.write(thinned)
 
+    def write_experts(self, load: ExpertLoad) -> None:
+        thinned = self._experts.add(load)
+        if thinned is not None:
+            self.write(thinned)
+
     def write_pause(self, kind: PauseKind, seconds: float, *, global_step: int) -> None:
         """Log pauses of a very long run wait for the next step row that is written."""
         if kind == "log" and self._steps.is_thinning:
@@ -50,10 +112,10 @@ class RecordWriter:
         self.write(Pause(kind=kind, global_step=global_step, seconds=seconds))
 
     def write_what_waits(self, *, global_step: int) -> None:
-        """The steps and log pauses that a thinned record has not said yet."""
-        row = self._steps.take()
-        if row is not None:
-            self.write(row)
+        """The steps, expert loads and log pauses that a thinned record has not said yet."""
+        for row in (self._steps.take(), self._experts.take()):
+            if row is not None:
+                self.write(row)
         if self._log_seconds:
             self.write(Pause(kind="log", global_step=global_step, seconds=self._log_seconds))
             self._log_seconds = 0.0

@@ -71,7 +71,7 @@ def open_session(
     device = call("device facts", lambda: read_device(training, settings, job, notes)) or {}
     peak_flops_per_second = device.get("peak_flops_per_second")
     flops = call("FLOPs", lambda: flops_counter(job)) if peak_flops_per_second is not None else None
-    prediction = LivePrediction(settings, job)
+    prediction = LivePrediction(settings, job, on_cpu=training.device.type == "cpu")
     call("prediction", lambda: prediction.predict(training.steps_done, notes))
     found = call("price", lambda: find_price(settings, plan, job, notes))
     price, usd_per_hour = found if found is not None else (None, None)
@@ -169,11 +169,13 @@ def find_price(
         try:
             if gpu is None:
                 raise CostModelError("the training device is no GPU of the catalogue")
-            price = find_in_catalog(gpu, cloud=settings.cloud, tier=settings.tier, num_gpus=plan.num_devices)
+            price = find_in_catalog(gpu, cloud=settings.cloud, tier=settings.tier, num_gpus=plan.devices_per_machine)
         except CostModelError as refusal:
             notes.append(f"no price: {refusal}")
             return None
-    return (price, bill_usd_per_hour(price, plan.num_devices)) if price is not None else None
+    if price is None:
+        return None
+    return price, plan.num_machines * bill_usd_per_hour(price, plan.devices_per_machine)
 
 
 def watch_budget(settings: Settings, identity: Identity, plan: Plan, notes: list[str], *, has_price: bool) -> BudgetWatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -63,6 +65,15 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def num_machines(num_processes: int) -> int:
+    """Machines of a launch, by what torchrun and ``accelerate launch`` tell each process; 1 where nobody says."""
+    try:
+        on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    except ValueError:
+        return 1
+    return math.ceil(num_processes / on_this_machine) if 0 < on_this_machine <= num_processes else 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the training will do. Strategies are transformers' names: "no" (or not known), "steps", "epoch"."""
@@ -78,6 +89,7 @@ class Plan:
     dataloader_num_workers: int | None = None
     num_processes: int = 1
     num_devices: int = 1
+    num_machines: int = 1  # the devices are spread over; each is billed whole
     tensor_parallel_size: int = 1  # processes that are given the same batch
     is_data_parallel: bool = False  # torch's DataParallel: hooks would run in several threads
 
@@ -99,9 +111,14 @@ class Plan:
             dataloader_num_workers=args.dataloader_num_workers,
             num_processes=args.world_size,
             num_devices=args.world_size * max(1, args.n_gpu),
+            num_machines=num_machines(args.world_size),
             tensor_parallel_size=tensor_parallel_size,
             is_data_parallel=args.n_gpu > 1,
         )
+
+    @property
+    def devices_per_machine(self) -> int:
+        return math.ceil(self.num_devices / self.num_machines)
 
     @property
     def num_replicas(self) -> int:

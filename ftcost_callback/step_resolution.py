@@ -110,8 +110,16 @@ class StepResolution:
         """What runs from here to the next mark, or to the step's end. Never raises: it is called inside the forward."""
         if phase == "forward":
             self._forward_begins()
-        if self._tells_phases and not self._in_rollout:
+        if self._tells_phases and not self._in_rollout and not self._is_captured():
             self._boundary.call("phases", lambda: self._mark(phase))
+
+    def _is_captured(self) -> bool:
+        """The user records a CUDA graph: an event of ours would end that with an error."""
+        if not self._is_cuda:
+            return False
+        import torch
+
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def _forward_begins(self) -> None:
         self.num_micro_batches += self._counts_forwards

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback
-from ftcost_callback.arguments import process_age_seconds
+from ftcost_callback.arguments import BillingStart, process_age_seconds
 from ftcost_callback.run_file import read_ledger, read_run
 from ftcost_callback.sinks import InMemorySink
 
@@ -215,7 +215,7 @@ def test_a_broken_ledger_does_not_stop_a_resume(tmp_path: Path) -> None:
 def test_a_budget_stops_and_saves(tmp_path: Path) -> None:
     sink = InMemorySink()
     measuring = callback(sinks=[sink], usd_per_gpu_hour=3600.0, budget_usd=0.05, stop_at_budget=True)
-    measuring._billing_started_at = 1000.0
+    measuring._billing = BillingStart(1000.0)
     measuring._wall_clock = lambda: 1000.0
     trainer = tiny_trainer(tmp_path, [measuring], max_steps=50)
     trainer.train()
@@ -262,15 +262,20 @@ def test_the_second_prediction_comes_on_the_tokens_seen(tmp_path: Path) -> None:
         assert prediction.estimate[f"{name}_per_step"] == pytest.approx(mean)
 
 
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("process_index", "files"), [(1, ["run.rank1.jsonl"]), (0, [])])
+def test_another_process_than_the_main_one_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process_index: int, files: list[str]
+) -> None:
+    """Under SageMaker's model parallelism several processes may have index 0: only the main one writes then."""
     sink = InMemorySink()
     trainer = tiny_trainer(tmp_path, [callback(sinks=[sink], dry_run_steps=2)], max_steps=9)
     trainer.state.is_world_process_zero = False
     trainer.is_world_process_zero = lambda: False
+    monkeypatch.setattr(type(trainer.args), "process_index", process_index)
     trainer.train()
     assert trainer.state.global_step == 2  # a dry run ends on every process
     assert sink.sessions == []
-    assert not (tmp_path / "_ftcost").exists()
+    assert sorted(path.name for path in (tmp_path / "_ftcost").glob("*")) == files
 
 
 def test_the_record_can_stand_elsewhere(tmp_path: Path) -> None:
@@ -316,7 +321,7 @@ def test_price_and_billing_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     measuring = FTCostCallback(sinks=[])
     assert measuring._settings.price is not None
     assert measuring._settings.price.usd_per_gpu_hour == 1.25
-    assert measuring._billing_started_at == 3600.0
+    assert measuring._billing.given == 3600.0
     assert FTCostCallback(3.0, sinks=[])._settings.price.usd_per_gpu_hour == 3.0  # type: ignore[union-attr]
     monkeypatch.setenv("FTCOST_USD_PER_GPU_HOUR", "cheap")
     with pytest.raises(CostModelError, match="FTCOST_USD_PER_GPU_HOUR must be a positive number"):

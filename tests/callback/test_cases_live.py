@@ -163,7 +163,7 @@ def test_case_52_steps_pauses_and_start_up_are_all_in_the_bill() -> None:
     recorder.pause("eval", global_step=30)
     assert recorder.totals.seconds == {
         "train_seconds": 1800.0, "eval_seconds": 360.0, "save_seconds": 0.0, "log_seconds": 0.0,
-        "startup_seconds": 240.0, "other_seconds": 0.0,
+        "startup_seconds": 240.0, "other_seconds": 0.0, "rollout_seconds": 0.0,
     }  # fmt: skip
     assert recorder.elapsed_seconds / 3600 * 2.0 == pytest.approx(1.3333, abs=1e-4)
 

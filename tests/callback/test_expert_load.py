@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_runs import LENGTHS, MOE_FACTORIES, TokenRows, pad_right, tiny_llama, tiny_mixtral, tiny_qwen3_moe
 
-from ftcost_callback.expert_load import ExpertLoadCounter, ExpertSite, ExpertsHook, find_expert_sites
+from ftcost_callback.expert_load import ExpertLoadCounter, ExpertsHook, ExpertSite, find_expert_sites
 from ftcost_callback.forward_window import ForwardWindow, TrainingForward
 from ftcost_callback.records import ExpertLoad
 

@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_runs import FakeClock, tiny_mixtral, tiny_trainer, training_arguments
 
-from ftcost_callback import FTCostCallback
+from costmodel.errors import CostModelError
+from costmodel.specs import Price
+from ftcost_callback import FTCostCallback, estimate_trainer
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.calibrating import steps_of_run
 from ftcost_callback.comparison import compare
@@ -32,7 +35,8 @@ from ftcost_callback.run_file import (
     run_file_path,
     write_ledger,
 )
-from ftcost_callback.session_plan import Identity, Plan, Settings
+from ftcost_callback.session_opening import find_price
+from ftcost_callback.session_plan import Identity, Plan, Settings, num_machines
 
 COUNTS = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "num_samples")
 
@@ -86,6 +90,10 @@ def test_tokens_and_experts_of_all_processes_are_exact(launched: Path, name: str
     layers = [sum(map(sum, (load.tokens_per_expert[layer] for load in loads))) for layer in (0, 1)]
     assert layers == [2 * expected["num_non_padding_tokens"]] * 2
     assert loads[0].layer_names[0] == "model.layers.0.mlp.experts"  # no wrapper's prefix
+    if name == "fsdp":
+        assert (record.sessions[0].job or {})["fsdp"] == "full_shard"
+    if name == "expert_parallel":
+        assert "expert parallelism is not modelled (ep_size 2)" in " ".join(record.sessions[0].notes or [])
     alone = read_run(launched / name, all_ranks=False)
     assert 0 < sums(alone)["num_tokens"] < expected["num_tokens"]
 
@@ -393,6 +401,46 @@ def test_a_run_that_goes_on_alone_takes_on_what_the_others_had_counted(tmp_path:
     trainer = tiny_trainer(resumed, [FTCostCallback(sinks=[], predict=False)])
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert read_run(resumed).totals.num_tokens == 1000 + (before.totals.num_tokens or 0)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "machines", "per_instance", "hourly"),
+    [
+        pytest.param(2, 1, 1, 4.0, id="by-the-gpu"),
+        pytest.param(2, 1, 8, 16.0, id="a-whole-machine"),
+        pytest.param(16, 2, 8, 32.0, id="two-whole-machines"),
+        pytest.param(8, 2, 8, 32.0, id="two-machines-half-used"),
+        pytest.param(8, 2, 1, 16.0, id="two-machines-by-the-gpu"),
+    ],
+)
+def test_one_bill_for_all_processes(devices: int, machines: int, per_instance: int, hourly: float) -> None:
+    price = Price(
+        usd_per_gpu_hour=2.0, usd_per_instance_hour=2.0 * per_instance, gpus_per_instance=per_instance, source="given"
+    )
+    plan = Plan(num_processes=devices, num_devices=devices, num_machines=machines)
+    found = find_price(Settings(price=price), plan, None, [])
+    assert found == (price, hourly)
+
+
+@pytest.mark.parametrize(("name", "what"), [("tp_size", "tensor"), ("pp_size", "pipeline"), ("ep_size", "expert")])
+def test_a_parallelism_that_is_not_modelled_is_refused_rather_than_predicted(tmp_path: Path, name: str, what: str) -> None:
+    trainer = tiny_trainer(tmp_path, [])
+    estimate_trainer(trainer, max_length=16)
+    trainer.model.config.distributed_config = SimpleNamespace(**{name: 2})
+    with pytest.raises(CostModelError, match=f"{what} parallelism is not modelled"):
+        estimate_trainer(trainer, max_length=16)
+
+
+@pytest.mark.parametrize(("said", "machines"), [(None, 1), ("4", 2), ("8", 1), ("many", 1), ("0", 1)])
+def test_machines_of_a_launch(monkeypatch: pytest.MonkeyPatch, said: str | None, machines: int) -> None:
+    if said is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert num_machines(8) == machines
 
 
 # --- figures while training -------------------------------------------------------------------------------------------

@@ -45,10 +45,12 @@ from ftcost_callback.run_file import read_run
 pytest.importorskip("wandb")
 
 NUM_STEPS = 6
-# Short, so that a case takes seconds; the guard leaves what the environment sets.
+AWAY_AT_THE_END: dict[str, str | None] = {"WANDB_FINISH_TIMEOUT": "4"}
+# Short, so that a case takes seconds; the guard leaves what the environment sets. The first two are long enough for a busy
+# machine that gets an answer.
 LIMITS = {
-    "WANDB_INIT_TIMEOUT": "3",
-    "WANDB_FINISH_TIMEOUT": "4",
+    "WANDB_INIT_TIMEOUT": "20",
+    "WANDB_FINISH_TIMEOUT": "20",
     "WANDB_X_GRAPHQL_RETRY_MAX": "1",
     "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "1",
     "WANDB_X_GRAPHQL_TIMEOUT_SECONDS": "2",
@@ -113,7 +115,7 @@ def train(
             happen[line.strip()][1](process.pid)
             with contextlib.suppress(BrokenPipeError):  # it may have been killed
                 _answer(process.stdin)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == ends_with or (ends_with is None and process.returncode != 0), said
     return Training(said, json.loads(last) if process.returncode == 0 else {}, folder)
 
@@ -223,7 +225,7 @@ def test_the_line_that_is_said_delivers_the_run_later(server: WandbServer, tmp_p
 def sync(server: WandbServer, folder: Path, *arguments: str) -> None:
     """``wandb sync ...`` as it is typed."""
     command = [str(Path(sys.executable).parent / "wandb"), *arguments]
-    subprocess.run(command, env=os.environ | server.environment(str(folder)), check=True, capture_output=True, timeout=60)
+    subprocess.run(command, env=os.environ | server.environment(str(folder)), check=True, capture_output=True, timeout=120)
 
 
 def sync_command(training: Training) -> list[str]:
@@ -245,7 +247,7 @@ def sync_command(training: Training) -> list[str]:
 )
 def test_rows_that_cannot_be_sent_stay_on_disk(fault: Fault, delivered: bool, server: WandbServer, tmp_path: Path) -> None:
     server.faults["file_stream"] = fault
-    training = train(server, tmp_path)
+    training = train(server, tmp_path, environment=None if delivered else AWAY_AT_THE_END)
     assert_trained_to_the_end(training)
     assert training.result["mode"] == "online"
     assert training.rows_on_disk == ALL
@@ -260,7 +262,8 @@ def test_a_server_that_dies_and_comes_back_gets_everything_in_order(server: Wand
 
 
 def test_a_server_that_dies_for_good_gets_no_alert_and_holds_nothing_up(server: WandbServer, tmp_path: Path) -> None:
-    training = train(server, tmp_path, events={"dies": (1, lambda pid: server.die())})
+    events = {"dies": (1, lambda pid: server.die())}
+    training = train(server, tmp_path, environment=AWAY_AT_THE_END, events=events)
     assert_trained_to_the_end(training)
     assert training.rows_on_disk == ALL
     assert on_server(server) == []  # it died before the first row

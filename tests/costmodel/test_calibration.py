@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from costmodel.calibration import (
 )
 from costmodel.errors import CostModelError
 from costmodel.estimation import estimate, measured_step
+from costmodel.report import to_text
 
 JOB: dict[str, Any] = {
     "model": "mistralai/Mixtral-8x7B-v0.1",
@@ -80,9 +82,33 @@ def test_one_batch_gives_one_factor_and_no_error_of_its_own() -> None:
     assert calibration.device_factor == calibration.host_factor == pytest.approx(1.3)
 
 
-def test_neighbouring_small_batches_are_refused_and_told_what_to_measure() -> None:
-    with pytest.raises(CostModelError, match=r"batches are too alike: .*measure the smallest batch and one of at least"):
-        fitted(slowed(1, 1.0, 1.0), slowed(2, 1.0, 1.0))
+@pytest.mark.parametrize("gpu", ["A40", "B200"])
+@pytest.mark.parametrize(("small", "large"), [(1, 2), (4, 8), (8, 16)])
+def test_neighbouring_batches_are_refused_and_told_what_to_measure(small: int, large: int, gpu: str) -> None:
+    """Whatever bounds the step: a rule that people can know beforehand."""
+    with pytest.raises(
+        CostModelError, match=r"are neighbours: .*measure the smallest batch and (one of at least|the largest)"
+    ):
+        fitted(slowed(small, 1.0, 1.0, gpu=gpu), slowed(large, 1.0, 1.0, gpu=gpu))
+
+
+@pytest.mark.parametrize("gpu", ["A40", "B200", "H100 SXM", "RTX 4090"])
+@pytest.mark.parametrize("large", [3, 12, 64])
+def test_batches_far_apart_are_never_refused(large: int, gpu: str) -> None:
+    calibration = fitted(slowed(1, 1.2, 1.2, gpu=gpu), slowed(large, 1.2, 1.2, gpu=gpu))
+    assert calibration.device_factor == pytest.approx(1.2, rel=0.06)
+    if calibration.num_factors == 1:  # bound alike from end to end
+        assert calibration.error is None
+        assert "bound by the same thing" in calibration.sentence()
+    assert "measure the smallest" not in calibration.sentence()
+
+
+@pytest.mark.parametrize(
+    ("num_params", "text"), [(6.6e9, "6.6b"), (494e6, "0.5b"), (14e6, "14m"), (90_000, "90k"), (1.2e12, "1200.0b")]
+)
+def test_file_names_say_a_size_that_is_not_nothing(num_params: float, text: str) -> None:
+    calibration = dataclasses.replace(fitted(slowed(4, 1.0, 1.0)), num_active_params_high=int(num_params))
+    assert Path(default_path(calibration)).name.endswith(f"-{text}.json")
 
 
 def test_the_same_batch_twice_is_one_batch() -> None:
@@ -224,3 +250,12 @@ def test_a_dense_model_has_no_style_of_experts() -> None:
     style = Style.of(step.model, step.job, step.gpu)
     assert style.experts is None
     assert style.kind == "nf4"
+
+
+def test_the_text_names_the_calibration_in_use(tmp_path: Path) -> None:
+    path = written(tmp_path, slowed(1, 1.2, 0.9), slowed(8, 1.2, 0.9))
+    inside = to_text(estimate({**JOB, "per_device_train_batch_size": 4, "calibration": path}))
+    assert re.search(rf"calibration +{re.escape(path)}, of 2026-09-30: device x 1\.\d\d, host x 0\.9\d\n", inside)
+    outside = to_text(estimate({**JOB, "per_device_train_batch_size": 64, "calibration": path}))
+    assert "; this job is outside what was measured\n" in outside
+    assert "calibration  " not in to_text(estimate({**JOB, "per_device_train_batch_size": 4}))

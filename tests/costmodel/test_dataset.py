@@ -493,6 +493,31 @@ def test_estimate_with_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert estimated["warnings"][0].startswith("lengths are estimated from characters")
 
 
+def test_compare_and_optimize_count_a_data_set_as_estimate_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _tokenizer(tmp_path / "t")
+    _json_lines(tmp_path / "d.jsonl", [{"text": " ".join("w" * n)} for n in (9, 29, 9)])
+    flags = "-m meta-llama/Llama-2-7b-hf -g A40 --method lora --seq-len 20 -b 1 --dataset d.jsonl --tokenizer t --json"
+    assert cli.run(["estimate", *flags.split()]) == 0
+    alone = json.loads(capsys.readouterr().out)["job"]
+    assert cli.run(["compare", *flags.split(), "--gpus", "A40", "--as-is"]) == 0
+    out, err = capsys.readouterr()
+    compared = json.loads(out)[0]["estimate"]["job"]
+    assert err.startswith("ftcost: d.jsonl: 3 text samples, 17 tokens on average, the longest 30\n")
+    assert cli.run(["optimize", *flags.split()]) == 0
+    out, err = capsys.readouterr()
+    start = json.loads(out)["start"]["estimate"]["job"]
+    assert err.startswith("ftcost: d.jsonl: 3 text samples, ")
+    for field in ("lengths", "num_samples", "max_length", "supervised_fraction"):
+        assert alone.get(field) == compared.get(field) == start.get(field)
+    assert alone["num_samples"] == 3
+    without = flags.replace("--tokenizer t ", "").split()
+    assert cli.run(["compare", *without, "--gpus", "A40"]) == 0
+    assert "lengths are estimated from characters" in capsys.readouterr().err
+
+
 def test_estimate_draws_the_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     _json_lines(tmp_path / "d.jsonl", [{"text": "w" * 360 * n} for n in range(1, 11)])
@@ -520,8 +545,9 @@ def test_the_models_own_tokenizer_is_used(tmp_path: Path, capsys: pytest.Capture
         (["--dataset", "none.jsonl"], "no such file: none.jsonl"),
     ],
 )
-def test_wrong_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["estimate", "-m", "meta-llama/Llama-2-7b-hf", "--seq-len", "64", *arguments]) == 2
+@pytest.mark.parametrize("command", ["estimate", "compare", "optimize"])
+def test_wrong_input(command: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, "-m", "meta-llama/Llama-2-7b-hf", "--seq-len", "64", *arguments]) == 2
     assert capsys.readouterr() == ("", f"ftcost: {message}\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -397,3 +398,28 @@ def test_seconds_of_uneven_experts_follow_from_a_job() -> None:
     assert through_job.step is not None
     assert through_job.step.by_group_seconds["expert_imbalance"] > 0
     assert estimated_imbalance_seconds({**job, "lengths": None}, 2.0) is None
+
+
+def test_an_answer_prints_as_a_line_and_shows_as_a_table_in_a_notebook() -> None:
+    answer = estimate(
+        model="meta-llama/Llama-2-7b-hf",
+        gpu="A40",
+        method="qlora",
+        max_length=512,
+        lengths={"fixed": 512},
+        num_samples=1000,
+        usd_per_gpu_hour=0.5,
+    )
+    line = str(answer)
+    assert line.startswith("meta-llama/Llama-2-7b-hf qlora nf4 on 1 x A40, verdict: fits, memory: ")
+    assert re.search(r" GiB of 45\.0 GiB, step: [\d.]+ m?s, total: [\d.]+ \w+, cost: \$[\d.]+$", line)
+    assert "\n" not in line
+    assert len(line) < 200
+    assert repr(answer).startswith("Estimate(schema_version=1, ")
+    page = answer._repr_html_()
+    assert page.count("<tr>") == 6
+    inline = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "x": "<script>"}
+    bare = estimate(model={**inline, "intermediate_size": 64, "vocab_size": 64}, max_length=8)
+    assert str(bare).startswith("llama full, memory: ")
+    assert "unknown" not in str(bare)
+    assert "<script>" not in bare._repr_html_()

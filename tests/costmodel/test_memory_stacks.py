@@ -136,6 +136,14 @@ def test_deepspeed_keeps_fp32_masters_on_one_gpu_too() -> None:
     assert job.sharding.bucket_elements == 4e8
 
 
+def test_a_loss_left_in_the_models_type_holds_half() -> None:
+    batch = Batch.of(4, 1304)
+    each = prepared("meta-llama/Llama-3.2-1B", method="lora", dtype="float16", gradient_checkpointing=True)
+    peaks = [memory(each, batch, loss_in_fp32=in_fp32) for in_fp32 in (True, False)]
+    assert [peak.peak_phase for peak in peaks] == ["loss", "loss"]
+    assert peaks[0].logits_bytes == 2 * peaks[1].logits_bytes == 4 * 128_256 * batch.num_tokens
+
+
 def test_a_loop_that_keeps_upcast_logits_holds_four_bytes_each() -> None:
     batch = Batch.of(4, 1304)
     logits = 32_000 * batch.num_tokens
@@ -144,8 +152,6 @@ def test_a_loop_that_keeps_upcast_logits_holds_four_bytes_each() -> None:
         each = prepared("meta-llama/Llama-2-7b-hf", framework_version=version, **lora)
         more = memory(each, batch, keeps_logits=True).peak_allocated_bytes - memory(each, batch).peak_allocated_bytes
         assert more == width * logits
-    fp16 = memory(each, batch, loss_in_fp32=False)
-    assert fp16.logits_bytes == 2 * logits
 
 
 # --- from tensors to the card ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from costmodel import cli, report
+from costmodel import cli, formats, report
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import estimate
 from costmodel.search import Change, OptimizeResult, optimize, samples_per_step
@@ -388,7 +388,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["optimize", *_flags(LLAMA), "--budget-usd", "0.01"]) == 4
     assert "no settings keep --budget-usd 0.01; these come nearest" in capsys.readouterr().err
-    assert cli.run(["optimize", *_flags({**LLAMA, "gpu": "T4"}), "--no-bf16", "--fp16"]) == 3
+    large = {**LLAMA, "model": "meta-llama/Llama-2-13b-hf", "gpu": "T4"}
+    assert cli.run(["optimize", *_flags(large), "--no-bf16", "--fp16"]) == 3
     assert "--allow-quantization" in capsys.readouterr().err
     assert cli.run(["optimize", *_flags(LLAMA), "--free", "optimizer"]) == 2
     assert capsys.readouterr().out == ""
@@ -404,5 +405,5 @@ def test_settings_as_words() -> None:
     }
     assert report.settings_text(settings) == "batch 8 x 2, checkpointing off, unquantised, optim=lion_8bit"
     assert report.settings_text({}) == ""
-    assert report.format_saving(-3600.0 * 3, report.format_seconds) == "-3 h"
-    assert report.format_saving(None, report.format_usd) == ""
+    assert report.format_saving(-3600.0 * 3, formats.format_seconds) == "-3 h"
+    assert report.format_saving(None, formats.format_usd) == ""

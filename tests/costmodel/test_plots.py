@@ -16,6 +16,7 @@ from sample_answer import GIB, answer
 
 from costmodel import cli, plots
 from costmodel.errors import CostModelError, MissingExtraError
+from costmodel.estimation import estimate
 from costmodel.search import compare
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -74,6 +75,22 @@ def test_memory_is_drawn_to_scale() -> None:
     # 34 GiB on the device, of which 34 GiB minus the parts' sum is reserved and idle
     parts = 24 + 0.5 + 0.5 + 1 + 6 + 1 + 0.5 + 0.5
     assert sum(bars.values()) / bars["weights"] == pytest.approx(max(34, parts) / 24, rel=0.01)
+
+
+def test_each_phase_is_drawn_to_scale_against_the_card() -> None:
+    found = estimate({**LLAMA, "gpu": "A40", "per_device_train_batch_size": 8})
+    by_phase = found.memory.device_bytes_by_phase
+    assert by_phase is not None
+    assert {"loss", "backward", "optimizer"} <= set(by_phase)
+    assert max(by_phase.values()) == found.memory.peak_device_bytes == by_phase[found.memory.peak_phase]
+    svg = plots.estimate_svg(found)
+    _assert_readable(svg)
+    bars = {}
+    for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
+        title = rect.find(f"{SVG}title")
+        bars[(title.text or "").partition(":")[0] if title is not None else ""] = float(rect.get("width", ""))
+    for phase, size in by_phase.items():
+        assert bars[phase] / bars["loss"] == pytest.approx(size / by_phase["loss"], rel=0.01)
 
 
 def test_the_card_and_the_interval_are_there() -> None:

@@ -10,7 +10,7 @@ import math
 import pytest
 from sample_answer import ANSWER, GIB, answer
 
-from costmodel import report
+from costmodel import formats, report
 
 TODAY = datetime.date(2026, 11, 9)
 
@@ -205,7 +205,7 @@ def test_does_not_fit_sentence(gpu: str, max_batch_size: int | None, max_length:
     ],
 )
 def test_format_seconds(seconds: float | None, text: str) -> None:
-    assert report.format_seconds(seconds) == text
+    assert formats.format_seconds(seconds) == text
 
 
 def test_an_interval_has_one_unit() -> None:
@@ -226,7 +226,7 @@ def test_an_interval_has_one_unit() -> None:
     ],
 )
 def test_format_usd(usd: float | None, text: str) -> None:
-    assert report.format_usd(usd) == text
+    assert formats.format_usd(usd) == text
 
 
 @pytest.mark.parametrize(
@@ -235,14 +235,14 @@ def test_format_usd(usd: float | None, text: str) -> None:
     [(None, "unknown"), (8_190_735_360, "8.19 B"), (124_439_808, "124.44 M"), (9_999, "9,999"), (12.345, "12.3")],
 )
 def test_format_count(count: float | None, text: str) -> None:
-    assert report.format_count(count) == text
+    assert formats.format_count(count) == text
 
 
 @pytest.mark.parametrize(
     ("size", "text"), [(None, "unknown"), (45 * GIB, "45.0 GiB"), (GIB // 2, "0.50 GiB"), (1200 * GIB, "1,200.0 GiB")]
 )
 def test_format_gib(size: int | None, text: str) -> None:
-    assert report.format_gib(size) == text
+    assert formats.format_gib(size) == text
 
 
 def test_age() -> None:

@@ -14,6 +14,7 @@ from costmodel import constants as c
 from costmodel.catalog import find_gpu, find_model_config
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.errors import CostModelError
+from costmodel.estimation import estimate
 from costmodel.expert_load import dropped_token_fraction
 from costmodel.hf_config import model_spec_from_config
 from costmodel.links import link_of
@@ -376,3 +377,19 @@ def test_a_link_is_known_or_of_the_generation_or_not_known(
     assert (link.bytes_per_second if link else None) == rate
     assert bool(link and link.is_assumed) is is_assumed
     assert (waiting(card, 8, **FULL_BF16) > 0) is (rate is not None)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), "all-linear"], ids=["two", "all"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_liger_and_16_bit_weights_each_make_a_step_faster(method: str, targets: Any) -> None:
+    """Under autocast fp32 weights cost casts that 16-bit ones do not, adapters or not; Liger moves fewer bytes in both."""
+    fields = {"model": "meta-llama/Llama-2-7b-hf", "method": method, "bf16": True, "max_length": 1024, "framework": "trl"}
+    if method == "lora":
+        fields["lora_target_modules"] = targets
+    seconds = {}
+    for dtype in ("float32", "bfloat16"):
+        for liger in (False, True):
+            job = {**fields, "dtype": dtype, "use_liger_kernel": liger, "gpu": "A100-SXM4-80GB", "lengths": {"fixed": 1024}}
+            seconds[dtype, liger] = estimate(job).step_seconds or 0.0
+    assert seconds["bfloat16", True] < seconds["bfloat16", False] < seconds["float32", False]
+    assert seconds["bfloat16", True] < seconds["float32", True] < seconds["float32", False]

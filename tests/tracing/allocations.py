@@ -46,7 +46,7 @@ class _Storage:
 
 @dataclass(slots=True)
 class _Event:
-    kind: str  # birth | death | gradient | window | forward_ends
+    kind: str  # birth | death | gradient | window | forward_ends (or a recompute)
     storage: int
     window: str
     operator: str
@@ -68,7 +68,7 @@ class AllocationLog(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.window = ""
+        self.window = self._last_pass = ""
         self._storages: list[_Storage] = []
         self._alive: dict[int, tuple[int, Any]] = {}  # address -> number, weak reference
         self._events: list[_Event] = []
@@ -108,6 +108,9 @@ class AllocationLog(TorchDispatchMode):
         pass_ = self.window if self.window in {"optimizer", "evaluation"} else "forward"
         if in_backward:
             pass_ = "recompute" if torch.is_grad_enabled() else "backward"
+        if self._last_pass == "recompute" and pass_ != "recompute":
+            self.mark_end_of_forward()
+        self._last_pass = pass_
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         self.operators[pass_] += 1
@@ -121,9 +124,7 @@ class AllocationLog(TorchDispatchMode):
                 self._note(tensor, None, packet.__name__, pass_, waits=waits)
         return result
 
-    def _note(
-        self, tensor: torch.Tensor, category: str | None, operator: str, born_in: str, *, waits: bool = False
-    ) -> None:
+    def _note(self, tensor: torch.Tensor, category: str | None, operator: str, born_in: str, *, waits: bool = False) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._alive or not storage.nbytes():
@@ -188,8 +189,6 @@ class AllocationLog(TorchDispatchMode):
     def _category(self, number: int, storage: _Storage, survivors: set[int]) -> str:
         if storage.category is not None:
             return storage.category
-        if storage.born_in == "recompute":
-            return "activations"
-        if storage.born_in == "forward" and number in survivors:
+        if storage.born_in in {"forward", "recompute"} and number in survivors:
             return "logits" if storage.is_logits else "activations"
         return "temporary"

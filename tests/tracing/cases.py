@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step to trace. ``depths``: two numbers of layers, a whole period of the model's stack apart, as is the full depth."""
+    """One step to trace. ``depths``: two numbers of layers, whole periods of the stack apart, as is the full depth."""
 
     name: str
     job: dict[str, Any]
@@ -59,7 +59,12 @@ CASES: tuple[Case, ...] = (
     # full tuning of dense models
     _case("llama 1b full", _1B, has_evaluation=True),
     _case("llama 1b full checkpointed", _1B, checkpointed=True),
-    _case("llama 1b full checkpointed, reentrant", _1B, checkpointed=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
+    _case(
+        "llama 1b full reentrant",
+        _1B,
+        checkpointed=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
+    ),
     _case("llama 1b full padded", _1B, is_padded=True, size=4, length=512, has_evaluation=True),
     _case("llama 1b full eager", _1B, attn_implementation="eager", length=1024),
     _case("llama 1b full fp32", _1B, dtype="float32", length=1024),
@@ -96,6 +101,7 @@ CASES: tuple[Case, ...] = (
     _case("llama 8b lora checkpointed", _8B, "lora", checkpointed=True, size=4, length=1024, has_evaluation=True),
     _case("llama 8b lora autocast", _8B, "lora", bf16=True),
     _case("mistral 7b lora checkpointed", _MISTRAL, "lora", checkpointed=True, size=8, length=512),
+    _case("mistral 7b lora autocast checkpointed", _MISTRAL, "lora", checkpointed=True, bf16=True, size=8, length=512),
     _case("qwen2.5 0.5b lora padded", _QWEN, "lora", is_padded=True, size=4, length=512),
     _case("gemma2 2b lora checkpointed", "google/gemma-2-2b", "lora", checkpointed=True, length=1024),
     _case("gemma3 1b lora", "google/gemma-3-1b-it", "lora", depths=(8, 14), length=1024),
@@ -104,13 +110,16 @@ CASES: tuple[Case, ...] = (
     _case("llama 1b qlora", _1B, "qlora"),
     _case("llama 8b qlora checkpointed", _8B, "qlora", checkpointed=True, size=4, length=1024),
     _case("llama 1b qlora, not prepared", _1B, "qlora", checkpointed=True, prepare_model_for_kbit_training=False),
+    _case("llama 1b qlora, not prepared nor checkpointed", _1B, "qlora", prepare_model_for_kbit_training=False),
     _case("mistral 7b qlora checkpointed", _MISTRAL, "qlora", checkpointed=True, size=4),
     # experts
     _case("olmoe full", _OLMOE, depths=(4, 6)),
     _case("olmoe lora", _OLMOE, "lora"),
     _case("olmoe lora checkpointed", _OLMOE, "lora", checkpointed=True, size=4),
     _case("mixtral lora checkpointed", _MIXTRAL, "lora", checkpointed=True),
-    _case("mixtral lora on attention", _MIXTRAL, "lora", checkpointed=True, lora_target_modules=["q_proj", "v_proj"], size=4),
+    _case(
+        "mixtral lora on attention", _MIXTRAL, "lora", checkpointed=True, lora_target_modules=["q_proj", "v_proj"], size=4
+    ),
     _case("qwen3 30b full checkpointed", "Qwen/Qwen3-30B-A3B", checkpointed=True),
     _case("qwen3 30b lora checkpointed", "Qwen/Qwen3-30B-A3B", "lora", checkpointed=True),
     _case("qwen1.5 moe lora", "Qwen/Qwen1.5-MoE-A2.7B", "lora"),

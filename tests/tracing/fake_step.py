@@ -3,8 +3,8 @@
 Run as a program it reads one case (``cases.Case``) as JSON from standard input and prints the traced row. It belongs in a
 process of its own: an exception inside a dispatch mode during the backward ends the process.
 
-A fake tensor has no values, so some choices of a run on a GPU are made here: which attention kernel ``sdpa`` takes, a dropout that
-keeps a mask of one byte, no mask for sequences of one length, adapters that are moved without swapping tensors.
+A fake tensor has no values, so some choices of a run on a GPU are made here: which attention kernel ``sdpa`` takes, a
+dropout that keeps a mask of one byte, no mask for sequences of one length, adapters that are moved without swapping tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The kernel that a GPU takes: flash without a mask, memory-efficient with one, the matrix form for grouped fp32 heads."""
+    """The kernel of a GPU: flash without a mask, memory-efficient with one, the matrix form for grouped fp32 heads."""
     aten = torch.ops.aten
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
@@ -89,29 +89,31 @@ def _apply_without_swapping(module: torch.nn.Module, convert: Callable[[Any], An
 
 
 class _MambaInner(torch.autograd.Function):
-    """What ``mamba_ssm`` 2.2.4 holds in ``MambaInnerFn`` (selective_scan_interface.py, checkpoint_lvl 1), without its numbers.
+    """What ``MambaInnerFn`` of mamba_ssm 2.2.4 holds (selective_scan_interface.py, checkpoint_lvl 1), without its numbers.
 
     The convolution's result and the time steps are computed again in the backward; one fp32 pair of states is kept for
     each chunk of 2,048 tokens.
     """
 
     @staticmethod
-    def forward(ctx: Any, xz: Any, conv: Any, conv_bias: Any, x_proj: Any, dt_proj: Any, out_proj: Any, A: Any, D: Any, dt_bias: Any) -> Any:
+    def forward(ctx: Any, xz: Any, *weights: Any) -> Any:
+        _, _, x_proj, dt_proj, out_proj, decays, *_ = weights
         with torch.enable_grad():  # by which a recompute is told from a backward; nothing here needs a gradient
-            xz, size, length, width, state = xz.detach().contiguous(), xz.shape[0], xz.shape[2], xz.shape[1] // 2, A.shape[1]
+            xz, size, length = xz.detach().contiguous(), xz.shape[0], xz.shape[2]
+            width, state = decays.shape
             convolved = xz.new_empty(size, width, length)
             x_dbl = torch.nn.functional.linear(convolved.transpose(1, 2).reshape(-1, width), x_proj.detach())
             delta = dt_proj.detach() @ x_dbl[:, : dt_proj.shape[1]].t()
-            B, C = (xz.new_empty(size, 1, state, length) for _ in range(2))
+            keys, queries = (xz.new_empty(size, 1, state, length) for _ in range(2))
             out, gated = torch.empty_like(convolved), torch.empty_like(convolved)
             intermediates = xz.new_empty(size, width, -(-length // 2048), 2 * state, dtype=torch.float32)
-            ctx.save_for_backward(xz, conv, conv_bias, x_dbl, x_proj, dt_proj, out_proj, A, B, C, D, dt_bias, intermediates, out)
+            ctx.save_for_backward(xz, x_dbl, keys, queries, intermediates, out, *weights)
             del convolved, delta
             return torch.nn.functional.linear(gated.transpose(1, 2), out_proj.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        xz, conv, conv_bias, x_dbl, x_proj, dt_proj, out_proj, A, B, C, D, dt_bias, _, out = ctx.saved_tensors
+        xz, x_dbl, keys, queries, _, out, conv, conv_bias, x_proj, dt_proj, out_proj, *scan = ctx.saved_tensors
         rank = dt_proj.shape[1]
         convolved = torch.empty_like(out)
         delta = dt_proj @ x_dbl[:, :rank].t()
@@ -119,7 +121,8 @@ class _MambaInner(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1]).t()
         of_y = out_proj.t() @ flat
         of_convolved, of_delta, gated = (torch.empty_like(out) for _ in range(3))
-        of_A, of_B, of_C, of_D, of_bias = (torch.empty_like(each) for each in (A, B, C, D, dt_bias))
+        of_keys, of_queries = torch.empty_like(keys), torch.empty_like(queries)
+        of_scan = [torch.empty_like(each) for each in scan]
         of_out_proj = flat @ gated.transpose(1, 2).reshape(flat.shape[1], -1)
         of_x_dbl = torch.empty_like(x_dbl)
         flat_delta = of_delta.transpose(0, 1).reshape(of_delta.shape[1], -1)
@@ -127,28 +130,15 @@ class _MambaInner(torch.autograd.Function):
         of_rank = flat_delta.t() @ dt_proj
         of_x_proj = of_x_dbl.t() @ convolved.transpose(1, 2).reshape(-1, x_proj.shape[1])
         of_u = x_proj.t() @ of_x_dbl.t()
-        del of_y, delta, of_convolved, of_B, of_C, of_rank, of_u
-        return dxz, torch.empty_like(conv), torch.empty_like(conv_bias), of_x_proj, of_dt_proj, of_out_proj, of_A, of_D, of_bias
+        del of_y, delta, of_convolved, of_keys, of_queries, of_rank, of_u
+        of_conv = (torch.empty_like(conv), torch.empty_like(conv_bias))
+        return dxz, *of_conv, of_x_proj, of_dt_proj, of_out_proj, *of_scan
 
 
-def _mamba_inner(
-    xz: Any,
-    conv1d_weight: Any,
-    conv1d_bias: Any,
-    x_proj_weight: Any,
-    delta_proj_weight: Any,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    A: Any,
-    B: Any = None,
-    C: Any = None,
-    D: Any = None,
-    delta_bias: Any = None,
-    **_: Any,
-) -> Any:
-    assert out_proj_bias is None
-    weights = (conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight)
-    return _MambaInner.apply(xz, *weights, A, D, delta_bias)
+def _mamba_inner(xz: Any, *weights: Any, delta_bias: Any, **_: Any) -> Any:
+    """In the place of ``mamba_inner_fn``: five weights, the output's bias, the decays, two that depend on the input, D."""
+    *of_linears, _bias, decays, _keys, _queries, skip = weights
+    return _MambaInner.apply(xz, *of_linears, decays, skip, delta_bias)
 
 
 @contextlib.contextmanager
@@ -298,7 +288,7 @@ class StepTrace:
 
 
 def watch(model: Any, optimizer: torch.optim.Optimizer, log: AllocationLog) -> Callable[[], None]:
-    """Books weights, adapters and states with ``log`` and moves its window along with the backward. Returns what undoes it."""
+    """Books weights, adapters and states with ``log`` and moves its window with the backward. Returns what undoes it."""
     is_peft = hasattr(model, "peft_config")
     for each in (*model.parameters(), *model.buffers()):
         log.add_static(each, "adapters" if is_peft and each.requires_grad else "weights")
@@ -324,9 +314,7 @@ def watch(model: Any, optimizer: torch.optim.Optimizer, log: AllocationLog) -> C
 
         return hook
 
-    handles = [
-        layer.register_forward_hook(marks(f"layer {index}")) for index, layer in enumerate(decoder_layers(model))
-    ]
+    handles = [layer.register_forward_hook(marks(f"layer {index}")) for index, layer in enumerate(decoder_layers(model))]
     handles.append(model.get_input_embeddings().register_forward_hook(marks("embedding")))
     handles += [
         each.register_post_accumulate_grad_hook(lambda parameter: log.mark_gradient(parameter.grad))
@@ -419,8 +407,7 @@ def extrapolate(config: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str,
     """The row of the whole model from two shallow ones.
 
     Every moment of a stack of equal layers is linear in its depth, as long as it is the same moment: the backward of the
-    layer third from the top, say. So each moment is extrapolated, and the largest taken. ``case["depths"]``: two numbers of layers that
-    differ by whole periods of the stack, as does the full depth.
+    layer third from the top, say. So each moment is extrapolated, and the largest taken.
     """
     shallow, deeper = case["depths"]
     period, depth = deeper - shallow, config["num_hidden_layers"]

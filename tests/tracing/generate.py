@@ -1,7 +1,7 @@
 """Regenerates ``tests/golden/traced_steps.jsonl``: ``python tests/tracing/generate.py [--only PART_OF_A_NAME]``.
 
-Needs torch, transformers and peft in the versions that the rows name, no GPU and no weights; some seconds a case. Each case runs in a
-process of its own, ended after :data:`SECONDS`.
+Needs torch, transformers and peft in the versions that the rows name, no GPU and no weights; some seconds a case. Each
+case runs in a process of its own, ended after :data:`SECONDS`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def main() -> None:
     rows = read_golden()
     for case in CASES:
         if only in case.name:
-            rows[case.name] = trace(case)
-            print(f"{case.name}: {rows[case.name]['peak_allocated_bytes'] / 2**30:.3f} GiB in {rows[case.name]['peak_phase']}", flush=True)
+            row = rows[case.name] = trace(case)
+            print(f"{case.name}: {row['peak_allocated_bytes'] / 2**30:.3f} GiB in {row['peak_phase']}", flush=True)
     known = [rows[case.name] for case in CASES if case.name in rows]
     GOLDEN.write_text("".join(json.dumps(row) + "\n" for row in known))
 

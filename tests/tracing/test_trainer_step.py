@@ -1,6 +1,6 @@
-"""What a ``Trainer`` step holds against the bare loop that the traces run: real tiny tensors on the CPU, counted as they come.
+"""What a ``Trainer`` step holds against the bare loop that the traces run: real tiny tensors on the CPU, counted.
 
-``peak_allocated_bytes`` is what a Trainer step holds. It equals the bare loop's but for the terms named here.
+``peak_allocated_bytes`` is what a Trainer step holds. It equals the bare loop's but for scalars.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _bare_loop(model: Any, *, bf16: bool, accumulation: int, keeps_outputs: bool
                     del outputs
                 log.enter("loss")
                 loss.backward()
+                del loss
             log.enter("optimizer")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -126,7 +127,9 @@ def _trainer_step(model: Any, tmp_path: Any, *, bf16: bool, accumulation: int, *
 SETTINGS = [
     pytest.param({"lora": False, "dtype": torch.float32}, {"bf16": False, "accumulation": 1}, False, id="full-fp32"),
     pytest.param({"lora": False, "dtype": torch.float32}, {"bf16": True, "accumulation": 1}, False, id="full-fp32-autocast"),
-    pytest.param({"lora": False, "dtype": torch.bfloat16}, {"bf16": False, "accumulation": 2}, False, id="full-accumulating"),
+    pytest.param(
+        {"lora": False, "dtype": torch.bfloat16}, {"bf16": False, "accumulation": 2}, False, id="full-accumulating"
+    ),
     pytest.param({"lora": True, "dtype": torch.bfloat16}, {"bf16": True, "accumulation": 1}, True, id="lora-checkpointed"),
     pytest.param({"lora": True, "dtype": torch.bfloat16}, {"bf16": False, "accumulation": 2}, False, id="lora-accumulating"),
 ]
@@ -138,7 +141,7 @@ SETTINGS = [
 def test_a_trainer_step_holds_what_the_bare_loop_does(
     of_model: dict[str, Any], of_step: dict[str, Any], checkpointed: bool, tmp_path: Any
 ) -> None:
-    """The clipped norm, the count of labels and the loss that is logged are scalars; the outputs are gone by the backward."""
+    """The clipped norm, the count of labels, the loss that is logged: scalars. The outputs are gone by the backward."""
 
     def model() -> Any:
         built = _model(**of_model)

@@ -1,0 +1,199 @@
+"""Memory against measured rows, verdicts, the interval's coverage, the replayed allocator: what docs/accuracy.md states."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel import constants
+
+ROOT = Path(__file__).parent.parent
+ACCURACY = ROOT / "accuracy"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _accuracy_on_the_path() -> Iterator[None]:
+    sys.path.insert(0, str(ACCURACY))
+    yield
+    sys.path.remove(str(ACCURACY))
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Any]:
+    from runs import all_runs
+
+    return list(all_runs())
+
+
+def errors_of(rows: list[Any]) -> list[float]:
+    from log_errors import percent
+
+    return [abs(percent(error)) for _, _, error in rows]
+
+
+def test_known_configurations_meet_the_bar(runs: list[Any]) -> None:
+    """Rows of confidence A and B whose configuration is known: median at most 5 %, 90 % within 12 %."""
+    from memory_report import known, memory_errors
+
+    rows = known(memory_errors(runs))
+    assert {run.source for run, _, _ in rows} == {"peft", "litgpt", "fsdp_qlora"}
+    errors = errors_of(rows)
+    assert len(errors) == 25
+    assert statistics.median(errors) <= 5.0
+    assert sum(error <= 12.0 for error in errors) >= 0.9 * len(errors)
+    assert max(errors) <= 5.0  # as reached
+
+
+def test_no_source_is_left_out_without_a_reason(runs: list[Any]) -> None:
+    from memory_report import NOT_KNOWN, VARIABLE_LENGTHS, memory_errors
+
+    assert set(NOT_KNOWN) == {"qwen1", "ms_swift"}
+    assert set(NOT_KNOWN) >= VARIABLE_LENGTHS
+    assert len(memory_errors(runs)) == 126
+
+
+@pytest.mark.parametrize(
+    ("group", "median", "share_within_12"),
+    [
+        # not met: the best reached. Variable lengths: the order in which they came decides, 0.7 to 5 times the loss
+        pytest.param("ms_swift LoRA", 5.0, 0.65, id="ms_swift-lora"),
+        pytest.param("ms_swift QLoRA", 5.0, 0.9, id="ms_swift-qlora"),
+        pytest.param("ms_swift full", 14.0, 0.4, id="ms_swift-full"),
+        # not met: what these figures measure is not stated
+        pytest.param("qwen1 LoRA", 10.0, 0.65, id="qwen1-lora"),
+        pytest.param("qwen1 GPTQ", 12.5, 0.45, id="qwen1-gptq"),
+    ],
+)
+def test_classes_that_miss_the_bar_stay_where_they_are(
+    runs: list[Any], group: str, median: float, share_within_12: float
+) -> None:
+    from memory_report import memory_errors
+
+    errors = errors_of([row for row in memory_errors(runs) if row[0].group == group])
+    assert statistics.median(errors) <= median
+    assert sum(error <= 12.0 for error in errors) >= share_within_12 * len(errors)
+
+
+def test_what_is_needed_is_never_far_above_what_was_reserved(runs: list[Any]) -> None:
+    """Cached blocks only add: without them no row of variable lengths is more than a tenth below ours."""
+    from memory_report import VARIABLE_LENGTHS, memory_errors
+
+    rows = [error for run, _, error in memory_errors(runs, holes=0.0) if run.source in VARIABLE_LENGTHS]
+    assert max(rows) <= 0.1
+
+
+def test_the_interval_covers_70_to_90_percent_of_left_out_rows(runs: list[Any]) -> None:
+    """The ends come from the other sources of fixed length. Qwen 1 apart: its figures do not say what they measure."""
+    from memory_report import nested_memory_coverage, shipped_memory_coverage, with_memory
+
+    some = [run for run in with_memory(runs) if run.source != "qwen1"]
+    nested, shipped = nested_memory_coverage(runs), shipped_memory_coverage(runs)
+    assert 0.7 <= sum(nested[run.run_id] for run in some) / len(some) <= 0.9
+    assert 0.7 <= sum(shipped.values()) / len(shipped) <= 0.95
+
+
+def test_verdicts(runs: list[Any]) -> None:
+    """Public rows: all right. The paper's batches count twice, so one that is off by one is half wrong."""
+    from memory_report import all_verdicts, share_right
+
+    verdicts = all_verdicts(runs)
+    public = [each for each in verdicts if not each.source.startswith("paper")]
+    assert share_right(public) >= 0.97
+    assert sum(not each.fits for each in public) == 8
+    # of all, 97 % is not met: 0.92 is the best reached, and 25 of the 40 verdicts on the paper's batches
+    assert share_right(verdicts) >= 0.90
+    paper = [each for each in verdicts if each.source.startswith("paper")]
+    assert len(paper) == 40
+    assert share_right(paper) >= 0.6
+
+
+def test_largest_batches_of_the_paper_need_no_factor() -> None:
+    from memory_report import PAPER_LARGEST, mean_log_error_of_largest
+    from paper_points import PAPER_MEMORY_FIELDS, paper_max_batch
+
+    assert mean_log_error_of_largest() <= 0.16
+    # the reading that transformers' defaults of the time would suggest is far off
+    defaults = {"prepare_model_for_kbit_training": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    assert set(defaults) == set(PAPER_MEMORY_FIELDS)
+    assert mean_log_error_of_largest(**defaults) >= 0.9
+    for model, density, gpu, tokens, largest in PAPER_LARGEST:
+        ours = paper_max_batch(model, density, gpu, tokens)
+        assert ours is not None
+        assert abs(ours - largest) <= max(1, 0.35 * largest), (model, density, gpu, tokens)
+
+
+def test_the_document_states_the_computed_errors(runs: list[Any]) -> None:
+    from memory_report import known, memory_errors
+
+    errors = errors_of(known(memory_errors(runs)))
+    text = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    assert f"| known configuration | {len(errors)} | {statistics.median(errors):.1f} % (met) |" in text
+
+
+# --- the replayed allocator ------------------------------------------------------------------------------------------------
+
+
+def test_allocator_rounds_as_torch_does() -> None:
+    from allocator import CachingAllocator
+
+    for size, allocated, reserved in (
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),  # no more than 1 MiB would remain: not split
+        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
+    ):
+        allocator = CachingAllocator()
+        allocator.allocate("a", size)
+        assert (allocator.allocated, allocator.reserved) == (allocated, reserved), size
+
+
+def test_allocator_splits_merges_and_gives_back() -> None:
+    from allocator import CachingAllocator
+
+    allocator = CachingAllocator()
+    for name in "abcd":
+        allocator.allocate(name, 5 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.free("b")
+    allocator.free("c")  # merges with b's place
+    allocator.allocate("e", 9 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate("f", 40 * MIB)
+    allocator.free("f")
+    allocator.empty_cache()
+    assert (allocator.reserved, allocator.most_reserved) == (20 * MIB, 60 * MIB)
+    # a block that grows by a little each time finds no place: each length leaves one behind
+    growing = CachingAllocator()
+    for step in range(10):
+        growing.allocate("logits", (100 + 4 * step) * MIB)
+        growing.free("logits")
+    assert growing.reserved == sum(100 + 4 * step for step in range(10)) * MIB
+
+
+def test_shipped_shares_are_the_medians_of_the_replays() -> None:
+    with open(ACCURACY / "replays.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24 * 7
+    gaps: dict[str, list[float]] = {}
+    holes = []
+    for row in rows:
+        if row["gap_share"]:
+            gaps.setdefault(row["class"], []).append(float(row["gap_share"]))
+        elif row["job"] == "lora checkpointed":
+            holes.append(float(row["holes_per_loss"]))
+    assert set(gaps) == set(constants.ALLOCATOR_OVERHEAD)
+    for name, share in constants.ALLOCATOR_OVERHEAD.items():
+        assert share == pytest.approx(statistics.median(gaps[name]), abs=0.03), name
+    low, middle, high = constants.VARIABLE_LENGTH_HOLES
+    assert low < middle < high
+    assert min(holes) <= middle <= max(holes)
