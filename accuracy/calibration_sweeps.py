@@ -1,7 +1,7 @@
 """Calibration on two measured batches, on the public series: the paper's batch sweeps and Qwen 1's lengths.
 
-Of each series the smallest batch and the middle one are measured, or the largest where those two are refused; the errors
-are those of all other batches.
+Of each series the smallest batch and the middle one are measured, or the largest where those two do not give two factors;
+the errors are those of all other batches.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def error(step: MeasuredStep, calibration: Calibration) -> float:
 
 
 def two_batches(steps: Sequence[MeasuredStep]) -> tuple[int, int] | None:
-    """Smallest and middle; smallest and largest where those are refused; ``None`` where both pairs are."""
+    """Smallest and middle; smallest and largest where those do not give two factors; ``None`` where neither pair does."""
     for place in (len(steps) // 2, len(steps) - 1):
         try:
-            fitted(steps[0], steps[place])
+            if fitted(steps[0], steps[place]).num_factors == 2:
+                return 0, place
         except CostModelError:
             continue
-        return 0, place
     return None
 
 
@@ -68,7 +68,7 @@ def calibration_section(runs: Sequence[Run]) -> list[str]:
     series = measured_series(runs)
     lines = [
         "Two steps of each series are measured: of the smallest batch and of the middle one, or of the largest where those",
-        "two are refused as too alike. A host factor and a device factor are fitted on them; the errors are of the rest.",
+        "two are too alike. A host factor and a device factor are fitted on them; the errors are of the rest.",
         "",
         "| series over | series | batches | median % | p90 % | the model alone, median % | goal |",
         "|---|---|---|---|---|---|---|",
@@ -84,5 +84,5 @@ def calibration_section(runs: Sequence[Run]) -> list[str]:
         )
     refused = sorted({key[1] for key, steps in series.items() if two_batches(steps) is None})
     if refused:
-        lines += ["", f"Left aside, because every pair of it is refused: {', '.join(refused)}."]
+        lines += ["", f"Left aside, because no pair of it tells host and device apart: {', '.join(refused)}."]
     return lines

@@ -21,12 +21,12 @@ CUDA_CONTEXT_BYTES: Final = 480 * MIB
 # lie densely): gaps between the loss tensors, and states created in the gaps of the first step. Medians of replayed
 # allocation logs of 24 jobs (accuracy/replays.csv): LoRA 0.09 to 0.14, LoRA checkpointed 0.22 to 0.9 (the more, the smaller
 # the vocabulary), full 0.03 to 0.5. No measured run was used.
-ALLOCATOR_OVERHEAD: Final[dict[str, float]] = {"lora": 0.10, "lora_checkpointed": 0.29, "full": 0.18}
+ALLOCATOR_OVERHEAD: Final[dict[str, float]] = {"lora": 0.10, "lora_checkpointed": 0.30, "full": 0.17}
 
-# Lengths that differ from batch to batch: cached blocks that the next batch does not fit into, as a multiple of the loss's
-# bytes, (10 %, median, 90 %). Replays of one job whose lengths come in other orders: 0.7 to 5.1. Given back when the card is
-# full, so they count in what the card shows and not in what fits.
-VARIABLE_LENGTH_HOLES: Final = (0.9, 2.5, 4.6)
+# Lengths that differ from batch to batch: cached blocks that the next batch does not fit into, at most (90 % of the replays
+# of accuracy/replays.csv, orders and spreads of lengths mixed), as a multiple of the loss's bytes. Given back when the card
+# is full, so they count in what the card shows and not in what fits.
+VARIABLE_LENGTH_HOLES: Final[dict[str, float]] = {"lora": 4.0, "lora_checkpointed": 4.6, "full": 2.6}
 
 # Positions whose logits exist at once: TRL 1.16 kernels/chunked_logprob.py; Liger's fused head sizes its chunks by
 # hidden/vocab, a few hundred to two thousand positions.

@@ -537,11 +537,11 @@ def _warn(
             )
     if fit is not None and fit.share_of_batches is not None and 0 < fit.share_of_batches < 1:
         micro_batches = resolved.gradient_accumulation_steps * resolved.num_gpus
-        step = expected_step_that_does_not_fit(fit.share_of_batches, micro_batches)
+        first = expected_step_that_does_not_fit(fit.share_of_batches, micro_batches)
         warnings.append(
-            f"{1 - fit.share_of_batches:.2%} of the batches would not fit (one in {1 / (1 - fit.share_of_batches):,.0f}): the "
-            f"job would run until one comes, about step {step:,.0f}; cut samples at {fit.max_length} tokens or use batch size "
-            f"{fit.max_batch_size}"
+            f"{1 - fit.share_of_batches:.2%} of the batches would not fit "
+            f"(one in {1 / (1 - fit.share_of_batches):,.0f}): the job would run until one comes, about step {first:,.0f}; "
+            f"cut samples at {fit.max_length} tokens or use batch size {fit.max_batch_size}"
         )
     if model.is_moe and resolved.fused_experts and resolved.quantization in {"nf4", "fp4", "int8"}:
         size = sum(

@@ -408,7 +408,7 @@ def comparison_table(
     order = "fastest first" if by == "time" else "cheapest first"
     title = f"Same job, {order} (* = nothing is both cheaper and faster)"
     if len(shown) < len(candidates):
-        title += f"; {len(candidates) - len(shown)} more offers: --all"
+        title += f"; {len(candidates) - len(shown)} more: --all, --wide"
     if wide:
         return Table(title, tuple(_wide_row(each, today) for each in shown), _WIDE_COLUMNS, (3, 6))
     if any(_is_old(each, today) for each in shown):
@@ -416,9 +416,7 @@ def comparison_table(
     if any(each.fits and each.estimate and each.estimate.verdict == "tight" for each in shown):
         title += "\n~ = tight: only the upper end of the memory interval is over the card's"
     if (level := _common_interval(shown)) is not None:
-        title += (
-            f"\n80 % of runs take {level[0]:.2f} to {level[1]:.2f} times these hours and dollars; settings: --wide, --json"
-        )
+        title += f"\n80 % of runs take {level[0]:.2f} to {level[1]:.2f} times these hours and dollars"
     title += "\nbatch: samples at once x accumulated, and whether activations are recomputed (ckpt)"
     return Table(title, tuple(_narrow_row(each, today) for each in shown), _NARROW_COLUMNS, (2, 3, 4, 6, 7))
 
@@ -699,7 +697,9 @@ def _table_for_rich(table: Table) -> Any:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    shown = RichTable(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.columns))
+    shown = RichTable(
+        title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.columns), padding=0
+    )
     for index in range(len(table.columns or table.rows[0])):
         header = table.columns[index] if table.columns else ""
         shown.add_column(header, justify="right" if index in table.numeric else "left", overflow="fold")

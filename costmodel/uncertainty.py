@@ -12,7 +12,7 @@ from typing import Any, Final
 from costmodel import constants as c
 from costmodel.catalog import DATA_FOLDER
 from costmodel.defaults import ResolvedJob
-from costmodel.memory import MemoryBreakdown
+from costmodel.memory import MemoryBreakdown, job_class
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec
 from costmodel.step_time import StepTime
@@ -65,7 +65,7 @@ def memory_interval(
         low, high = low - doubt, high + doubt
     low, high = low + low_context, high + high_context
     if varying_loss_bytes > 0 and not on_cpu:
-        shown = high + int(c.VARIABLE_LENGTH_HOLES[2] * varying_loss_bytes)
+        shown = high + int(c.VARIABLE_LENGTH_HOLES[job_class(job)] * varying_loss_bytes)
         high = max(high, shown if capacity_bytes is None else min(shown, capacity_bytes))
     return low, high
 

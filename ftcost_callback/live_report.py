@@ -213,7 +213,14 @@ class LiveReport:
             predicted_total_seconds_high=before.get("total_seconds_high"),
             predicted_startup_seconds=before.get("startup_seconds"),
             predicted_step_seconds=before.get("step_seconds"),
+            processor_wait_fraction=self._felt_processor_wait(),
         )
+
+    def _felt_processor_wait(self) -> float | None:
+        """Share of the time that steps may have been longer for it: while a GPU is busy, a waiting host holds up nothing."""
+        waited = self._processor_wait.fraction() if self._processor_wait is not None else None
+        busy = self._parts.gpu.window.busy_fraction
+        return waited * (1 - busy) if waited is not None and busy is not None else waited
 
     def _earlier_pace(self) -> Pace | None:
         """Of the session before, if it ran on a machine like this one."""

@@ -23,7 +23,8 @@ _NORMAL_QUANTILE: Final = 1.2816  # two-sided 80 %
 _PRIOR_STEP_SPREAD: Final = 0.2  # standard deviation of a step over its mean, at equal tokens
 _PRIOR_TOKEN_SPREAD: Final = 0.5  # random lengths padded to the longest of a small batch
 _PRIOR_TOKEN_ELASTICITY: Final = 0.7  # relative change of a step's seconds for a relative change of its tokens
-_PRIOR_ELASTICITY_WEIGHT: Final = 0.02  # (0.05 noise / 0.35 belief) squared
+_PRIOR_ELASTICITY_SPREAD: Final = 0.35  # of that belief
+_LEAST_STEP_NOISE: Final = 0.05  # of steps at equal tokens, over their mean: what a belief is weighed against
 _PRIOR_PAUSE_SPREAD: Final = 0.25
 _PREDICTED_PAUSE_SPREAD: Final = 0.35
 
@@ -32,6 +33,7 @@ _MIN_STEPS_TO_DISAGREE: Final = 3
 
 _DRIFT_SPREAD: Final = 0.005  # clocks, heat and neighbours move the rest of a run by about this much
 _EXTRAPOLATION_SPREAD: Final = 0.15  # of a correction that leaves the range of tokens seen (attention is not linear)
+_NOTABLE_WAIT: Final = 0.05  # waiting for a processor below this share of the time is left to the measured noise
 _UNMEASURED_PAUSE_STEPS: Final = 10.0  # the band's upper end takes an unknown pause as this many steps
 
 _MIN_STEPS_FOR_TREND: Final = 8
@@ -128,6 +130,8 @@ class ProjectionInput:
     predicted_total_seconds_low: float | None = None
     predicted_total_seconds_high: float | None = None
     predicted_startup_seconds: float | None = None  # part of predicted_total_seconds
+    # Share of the time that the training thread waited for a processor that others used: theirs to take or to leave.
+    processor_wait_fraction: float | None = None
     predicted_step_seconds: float | None = None  # when steps differ from it, evaluations not yet measured will as well
 
 
@@ -257,6 +261,10 @@ def _from_measured_steps(known: ProjectionInput, remaining_steps: int) -> _Remai
     variance = (remaining_steps * step.spread) ** 2 + (_DRIFT_SPREAD * seconds) ** 2
     unmeasured_seconds = 0.0
     notes = [step.note] if step.note else []
+    waiting = known.processor_wait_fraction or 0.0
+    if waiting >= _NOTABLE_WAIT:
+        variance += (waiting * seconds / 2) ** 2
+        notes.append(f"others take the processor {waiting:.0%} of the time, which may change")
     for plan in known.pauses:
         if plan.num_remaining <= 0:
             continue
@@ -301,8 +309,10 @@ def _step_seconds_to_come(known: ProjectionInput, remaining_steps: int) -> _Mean
     if moments.has_tokens and moments.mean_tokens >= 1:
         seconds_per_token = _seconds_per_token(moments)
         tokens = _tokens_to_come(known, remaining_steps)
-        correction = seconds_per_token * (tokens.value - moments.mean_tokens)
-        token_variance = (seconds_per_token * tokens.spread) ** 2
+        more_tokens = tokens.value - moments.mean_tokens
+        correction = seconds_per_token * more_tokens
+        unsure = _elasticity(moments)[1] * mean * more_tokens / moments.mean_tokens
+        token_variance = (seconds_per_token * tokens.spread) ** 2 + unsure**2
         if tokens.note is not None:
             token_variance += (_EXTRAPOLATION_SPREAD * correction) ** 2
         note = tokens.note
@@ -329,13 +339,20 @@ def _step_seconds_to_come(known: ProjectionInput, remaining_steps: int) -> _Mean
 
 def _seconds_per_token(moments: StepMoments) -> float:
     """Slope of seconds on tokens, drawn towards the believed elasticity while few or equal steps were seen."""
+    return _elasticity(moments)[0] * moments.mean_seconds / moments.mean_tokens
+
+
+def _elasticity(moments: StepMoments) -> tuple[float, float]:
+    """(relative change of a step's seconds for a relative change of its tokens, its standard deviation)."""
     if moments.mean_seconds <= 0:
-        return 0.0
+        return 0.0, 0.0
     spread = moments.tokens_squares / moments.mean_tokens**2
     together = moments.seconds_by_tokens / (moments.mean_tokens * moments.mean_seconds)
-    weight = _PRIOR_ELASTICITY_WEIGHT
-    elasticity = (together + weight * _PRIOR_TOKEN_ELASTICITY) / (spread + weight)
-    return max(0.0, elasticity) * moments.mean_seconds / moments.mean_tokens
+    explained = together**2 / spread if spread > 0 else 0.0
+    residual = max(0.0, moments.seconds_squares / moments.mean_seconds**2 - explained) / max(1, moments.count - 2)
+    noise = max(_LEAST_STEP_NOISE**2, residual)
+    weight = noise / _PRIOR_ELASTICITY_SPREAD**2  # of the belief, in the measurements' own unit
+    return max(0.0, (together + weight * _PRIOR_TOKEN_ELASTICITY) / (spread + weight)), math.sqrt(noise / (spread + weight))
 
 
 def _tokens_to_come(known: ProjectionInput, remaining_steps: int) -> _Mean:

@@ -82,7 +82,10 @@ class PendingTokens:
         values = {name: getattr(self._counts, name) for name in _COUNTS}
         if self._on_gpu:
             values |= zip(self._on_gpu, self._copied.tolist(), strict=True)
-        return TokenCounts(**{name: int(value) if isinstance(value, Tensor) else value for name, value in values.items()})
+        # tolist reads a processor's memory as it is; int() would be one more operator.
+        return TokenCounts(
+            **{name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+        )
 
 
 class _MicroBatch:

@@ -63,12 +63,12 @@ def test_no_source_is_left_out_without_a_reason(runs: list[Any]) -> None:
     ("group", "median", "share_within_12"),
     [
         # not met: the best reached. Variable lengths: the order in which they came decides, 0.7 to 5 times the loss
-        pytest.param("ms_swift LoRA", 5.0, 0.65, id="ms_swift-lora"),
+        pytest.param("ms_swift LoRA", 5.0, 0.7, id="ms_swift-lora"),
         pytest.param("ms_swift QLoRA", 5.0, 0.9, id="ms_swift-qlora"),
-        pytest.param("ms_swift full", 14.0, 0.4, id="ms_swift-full"),
+        pytest.param("ms_swift full", 6.0, 0.7, id="ms_swift-full"),
         # not met: what these figures measure is not stated
         pytest.param("qwen1 LoRA", 10.0, 0.65, id="qwen1-lora"),
-        pytest.param("qwen1 GPTQ", 12.5, 0.45, id="qwen1-gptq"),
+        pytest.param("qwen1 GPTQ", 16.0, 0.2, id="qwen1-gptq"),
     ],
 )
 def test_classes_that_miss_the_bar_stay_where_they_are(
@@ -85,7 +85,7 @@ def test_what_is_needed_is_never_far_above_what_was_reserved(runs: list[Any]) ->
     """Cached blocks only add: without them no row of variable lengths is more than a tenth below ours."""
     from memory_report import VARIABLE_LENGTHS, memory_errors
 
-    rows = [error for run, _, error in memory_errors(runs, holes=0.0) if run.source in VARIABLE_LENGTHS]
+    rows = [error for run, _, error in memory_errors(runs, holes=None) if run.source in VARIABLE_LENGTHS]
     assert max(rows) <= 0.1
 
 
@@ -107,7 +107,7 @@ def test_verdicts(runs: list[Any]) -> None:
     public = [each for each in verdicts if not each.source.startswith("paper")]
     assert share_right(public) >= 0.97
     assert sum(not each.fits for each in public) == 8
-    # of all, 97 % is not met: 0.92 is the best reached, and 25 of the 40 verdicts on the paper's batches
+    # of all, 97 % is not met: 0.91 is the best reached, and 24 of the 40 verdicts on the paper's batches
     assert share_right(verdicts) >= 0.90
     paper = [each for each in verdicts if each.source.startswith("paper")]
     assert len(paper) == 40
@@ -118,7 +118,7 @@ def test_largest_batches_of_the_paper_need_no_factor() -> None:
     from memory_report import PAPER_LARGEST, mean_log_error_of_largest
     from paper_points import PAPER_MEMORY_FIELDS, paper_max_batch
 
-    assert mean_log_error_of_largest() <= 0.16
+    assert mean_log_error_of_largest() <= 0.17
     # the reading that transformers' defaults of the time would suggest is far off
     defaults = {"prepare_model_for_kbit_training": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     assert set(defaults) == set(PAPER_MEMORY_FIELDS)
@@ -180,20 +180,19 @@ def test_allocator_splits_merges_and_gives_back() -> None:
     assert growing.reserved == sum(100 + 4 * step for step in range(10)) * MIB
 
 
-def test_shipped_shares_are_the_medians_of_the_replays() -> None:
+def test_shipped_shares_are_those_of_the_replays() -> None:
+    from log_errors import quantile
+
     with open(ACCURACY / "replays.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 24 * 7
+    assert len(rows) == 24 * (3 + 2 * 4)
     gaps: dict[str, list[float]] = {}
-    holes = []
+    holes: dict[str, list[float]] = {}
     for row in rows:
-        if row["gap_share"]:
-            gaps.setdefault(row["class"], []).append(float(row["gap_share"]))
-        elif row["job"] == "lora checkpointed":
-            holes.append(float(row["holes_per_loss"]))
-    assert set(gaps) == set(constants.ALLOCATOR_OVERHEAD)
+        name, of_class = ("gap_share", gaps) if row["gap_share"] else ("holes_per_loss", holes)
+        of_class.setdefault(row["class"], []).append(float(row[name]))
+    assert set(gaps) == set(holes) == set(constants.ALLOCATOR_OVERHEAD) == set(constants.VARIABLE_LENGTH_HOLES)
     for name, share in constants.ALLOCATOR_OVERHEAD.items():
-        assert share == pytest.approx(statistics.median(gaps[name]), abs=0.03), name
-    low, middle, high = constants.VARIABLE_LENGTH_HOLES
-    assert low < middle < high
-    assert min(holes) <= middle <= max(holes)
+        assert share == pytest.approx(statistics.median(gaps[name]), abs=0.02), name
+    for name, high in constants.VARIABLE_LENGTH_HOLES.items():
+        assert high == pytest.approx(quantile(holes[name], 0.9), abs=0.15), name

@@ -72,7 +72,7 @@ def test_two_neighbouring_small_batches_are_refused_with_what_to_measure(sweeps:
     for steps in series.values():
         if steps[1].batch.num_tokens / steps[0].batch.num_tokens > 3:
             continue
-        with pytest.raises(CostModelError, match=r"too alike.*measure the smallest batch and one of at least \d+ tokens"):
+        with pytest.raises(CostModelError, match=r"neighbours.*measure the smallest batch and one of at least \d+ tokens"):
             sweeps.fitted(steps[0], steps[1])
         refused += 1
     assert refused == 17

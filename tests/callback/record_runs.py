@@ -2,7 +2,8 @@
 
     python tests/callback/record_runs.py tests/golden/recorded_runs.json
 
-Seconds are of the machine it runs on, with whatever else runs there; the file says how busy that was.
+On the "wall" clock seconds are of the machine it runs on, with whatever else runs there; the file says how busy that was. On
+the "processor" clock they are the process's own processor time: about what the same steps take on a machine of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from transformers import TrainingArguments as Arguments
 
 from ftcost_callback import FTCostCallback
+from ftcost_callback.host_load import ProcessorWait
 from ftcost_callback.live_device import device_facts, versions
 from ftcost_callback.run_file import RunRecord, read_run
 
 STEPS, BATCH_SIZE, EVERY_EVAL, EVERY_SAVE = 300, 4, 50, 100
 RESUME_AT = STEPS * 2 // 5
-RUNS = (("dense", "random", 1), ("dense", "random", 2), ("moe", "random", 3), ("moe", "random", 4), ("dense", "growing", 5))
+RUNS = (
+    ("dense", "random", 1, "processor"),
+    ("dense", "random", 2, "processor"),
+    ("moe", "random", 3, "processor"),
+    ("moe", "random", 4, "processor"),
+    ("dense", "growing", 5, "processor"),
+    ("dense", "random", 1, "wall"),
+    ("moe", "random", 3, "wall"),
+    ("dense", "growing", 5, "wall"),
+)
 
 
 def make_model(kind: str) -> Any:
@@ -56,10 +68,11 @@ class StopAt(TrainerCallback):
             control.should_training_stop = True
 
 
-def record(kind: str, order: str, seed: int) -> dict[str, Any]:
+def record(kind: str, order: str, seed: int, clock: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     rows, load = make_rows(order, seed), os.getloadavg()[0]
+    waited: list[float | None] = []
     sessions: list[RunRecord] = []  # the record after each of them
     with tempfile.TemporaryDirectory() as folder:
         for session in range(2):
@@ -69,11 +82,16 @@ def record(kind: str, order: str, seed: int) -> dict[str, Any]:
                 report_to="none", disable_tqdm=True, use_cpu=True,
                 train_sampling_strategy="sequential" if order == "growing" else "random",
             )  # fmt: skip
+            measuring = FTCostCallback(sinks=[])
+            if clock == "processor":
+                measuring._clock = time.process_time
             trainer = Trainer(
                 model=make_model(kind), args=arguments, train_dataset=rows, eval_dataset=rows[::30], data_collator=pad_right,
-                callbacks=[FTCostCallback(sinks=[]), *([StopAt()] if session == 0 else [])],
+                callbacks=[measuring, *([StopAt()] if session == 0 else [])],
             )  # fmt: skip
+            wait = ProcessorWait()
             trainer.train(resume_from_checkpoint=session == 1)
+            waited.append(wait.fraction())
             sessions.append(read_run(folder))
         run = sessions[-1]
     return {
@@ -81,6 +99,8 @@ def record(kind: str, order: str, seed: int) -> dict[str, Any]:
         "order": order,
         "seed": seed,
         "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "processor_wait_fraction": [round(each, 3) if each is not None and clock == "wall" else None for each in waited],
+        "clock": clock,
         "resumed_at": RESUME_AT,
         "expected_tokens_per_step": run.predictions[0].estimate["num_tokens_per_step"],
         "startup_seconds": [session.startup_seconds for session in run.sessions],

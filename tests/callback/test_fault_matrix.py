@@ -464,7 +464,7 @@ def child(bench: Bench, code: str, **environment: str) -> tuple[subprocess.Compl
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true", **environment},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     return ended, time.monotonic() - begun
 
@@ -504,7 +504,7 @@ def nvml(script: str, note: str | None, at_step_10: str = "") -> Callable[[Bench
         )
         assert "TRAINED 12" in ended.stdout, ended.stderr
         assert ended.returncode == 0
-        assert seconds < 60  # the hang is 300 s
+        assert seconds < 240  # the hang is 300 s; a busy machine takes a minute to import torch
         if note is not None:
             said = (read_run(bench.tmp_path).sessions[0].notes or []) + ended.stderr.splitlines()
             assert any(note in line for line in said), said

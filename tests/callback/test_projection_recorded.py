@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tiny_runs import FakeClock
 
 from ftcost_callback.projection import Projection, ProjectionInput, project
-from ftcost_callback.recorder import Pace, StepRecorder, Totals
+from ftcost_callback.recorder import Pace, StepRecorder
 from ftcost_callback.records import PauseKind, TokenCounts
 from ftcost_callback.session_plan import Plan
 
@@ -62,12 +60,10 @@ def replay(run: dict[str, Any]) -> Iterator[Moment]:
                 continue
             recorder.step(row["global_step"], tokens=TokenCounts(num_tokens=row["num_tokens"]))
             if recorder.num_measured_steps:
-                known = known_now(run, recorder, row["global_step"], pace)
+                known = known_now(run, recorder, row["global_step"], pace, run["processor_wait_fraction"][session])
                 yield Moment(session, recorder.num_measured_steps, project(known), known.elapsed_seconds, noise(recorder))
         furthest = max(furthest, rows[-1]["global_step"])
-        pace = Pace(
-            machine="same", step_seconds=recorder.recent_step_seconds, num_tokens=recorder.recent_num_tokens
-        )
+        pace = Pace(machine="same", step_seconds=recorder.recent_step_seconds, num_tokens=recorder.recent_num_tokens)
         recorder.close()
         totals = recorder.totals
 
@@ -79,7 +75,9 @@ def split_sessions(run: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for step, seconds, tokens in zip(run["global_steps"], run["step_seconds"], run["num_tokens"], strict=True)
     ]
     sessions: list[list[dict[str, Any]]] = [[], []]
-    resumed_at = next(place for place in range(1, len(steps)) if steps[place]["global_step"] <= steps[place - 1]["global_step"])
+    resumed_at = next(
+        place for place in range(1, len(steps)) if steps[place]["global_step"] <= steps[place - 1]["global_step"]
+    )
     pauses = [[{"kind": k, "global_step": g, "seconds": s} for k, g, s in each] for each in run["pauses"]]
     for session, own in enumerate((steps[:resumed_at], steps[resumed_at:])):
         waiting = list(pauses[session])
@@ -91,8 +89,12 @@ def split_sessions(run: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return sessions
 
 
-def known_now(run: dict[str, Any], recorder: StepRecorder, step: int, pace: Pace | None) -> ProjectionInput:
-    to_come = {kind for kind in KINDS if step % RECORDED["plan"][{"eval": "eval_steps", "save": "save_steps", "log": "logging_steps"}[kind]] == 0}
+def known_now(run: dict[str, Any], recorder: StepRecorder, step: int, pace: Pace | None, waited: float) -> ProjectionInput:
+    to_come = {
+        kind
+        for kind in KINDS
+        if step % RECORDED["plan"][{"eval": "eval_steps", "save": "save_steps", "log": "logging_steps"}[kind]] == 0
+    }
     return ProjectionInput(
         steps_done=step,
         max_steps=PLAN.max_steps,
@@ -103,6 +105,7 @@ def known_now(run: dict[str, Any], recorder: StepRecorder, step: int, pace: Pace
         earlier_step_seconds=pace.step_seconds if pace is not None else (),
         earlier_num_tokens=pace.num_tokens if pace is not None else (),
         expected_tokens_per_step=run["expected_tokens_per_step"],
+        processor_wait_fraction=waited,
         pauses=tuple(
             PLAN.pause_plan(
                 kind, steps_done=step, is_pending=kind in to_come, measured_seconds=recorder.pause_seconds(kind),

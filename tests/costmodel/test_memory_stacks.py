@@ -182,7 +182,7 @@ def test_varying_lengths_widen_what_the_card_shows_and_not_the_verdict() -> None
     assert (varied.verdict, varied.headroom_bytes) == (same.verdict, same.headroom_bytes) == ("fits", same.headroom_bytes)
     assert varied.memory.peak_device_bytes == same.memory.peak_device_bytes
     cached = varied.memory.peak_device_bytes_high - same.memory.peak_device_bytes_high
-    assert cached == pytest.approx(VARIABLE_LENGTH_HOLES[2] * 12 * 151_936 * 2048, rel=0.001)
+    assert cached == pytest.approx(VARIABLE_LENGTH_HOLES["lora_checkpointed"] * 12 * 151_936 * 2048, rel=0.001)
     # on a card without that room the high end stops at the card, and the job still fits
     small = estimate(job, gpu="L4", lengths={"histogram": {"100": 9, "2048": 1}})
     assert small.verdict == "fits"

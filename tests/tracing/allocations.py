@@ -108,11 +108,12 @@ class AllocationLog(TorchDispatchMode):
         pass_ = self.window if self.window in {"optimizer", "evaluation"} else "forward"
         if in_backward:
             pass_ = "recompute" if torch.is_grad_enabled() else "backward"
-        if self._last_pass == "recompute" and pass_ != "recompute":
-            self.mark_end_of_forward()
-        self._last_pass = pass_
-        result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
+        if packet is not torch.ops.aten.detach:  # checkpointing detaches what it saves, without gradients
+            if self._last_pass == "recompute" and pass_ != "recompute":
+                self.mark_end_of_forward()
+            self._last_pass = pass_
+        result = func(*args, **(kwargs or {}))
         self.operators[pass_] += 1
         if packet in flop_registry:
             self.flops[pass_] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)

@@ -14,6 +14,12 @@ import transformers
 from allocations import AllocationLog, Peak
 from fake_step import watch
 
+from costmodel.defaults import resolve
+from costmodel.hf_config import model_spec_from_config
+from costmodel.memory import _moments, _plan
+from costmodel.specs import parse_job
+from costmodel.workload import Batch
+
 VOCABULARY, LENGTH, SIZE = 4096, 64, 4
 
 
@@ -165,3 +171,70 @@ def test_a_loop_that_keeps_the_outputs_holds_their_logits_too() -> None:
     kept = _bare_loop(_model(lora=False, dtype=torch.bfloat16), **step, keeps_outputs=True)
     for window in ("loss", "layer 0", "optimizer"):
         assert kept[window].total_bytes - dropped[window].total_bytes == 2 * SIZE * LENGTH * VOCABULARY
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bf16", [False, True], ids=["", "autocast"])
+def test_an_evaluation_of_the_trainer_holds_what_a_forward_without_gradients_does(bf16: bool, tmp_path: Any) -> None:
+    """The copy of the logits in fp32 that accelerate makes under autocast comes when the loss has let its own go."""
+    model, rows = _model(lora=False, dtype=torch.bfloat16), _rows(2 * SIZE)
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_eval_batch_size=SIZE, bf16=bf16, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = transformers.Trainer(model, settings, eval_dataset=rows)
+    peaks = []
+    for evaluates in (True, False):
+        log = AllocationLog()
+        for each in (*model.parameters(), *model.buffers()):
+            log.add_static(each, "weights")
+        log.enter("evaluation")
+        batch = {name: torch.stack([row[name] for row in rows[:SIZE]]) for name in rows[0]}
+        if evaluates:
+            with log:
+                trainer.evaluate()
+        else:
+            with log, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                model.eval()(**batch)
+        peaks.append(log.peaks()["evaluation"].total_bytes)
+    inputs = 2 * 3 * 8 * SIZE * LENGTH  # of this batch and the next, which the data loader has fetched
+    assert 0 <= peaks[0] - peaks[1] <= inputs + 64
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_every_moment_of_a_tiny_real_step_is_counted(lora: bool, bf16: bool, checkpointed: bool) -> None:
+    """Tiny layers, where what an adapter's branch holds outweighs the MLP: the moments that decide there are counted too."""
+    model = _model(lora=lora, dtype=torch.bfloat16)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora:
+            model.enable_input_require_grads()
+    real: dict[str, int] = {}
+    for window, peak in _bare_loop(model, bf16=bf16, accumulation=1).items():
+        phase = "backward" if window.startswith("layer") else "loss" if window == "forward" else window
+        real[phase] = max(peak.total_bytes, real.get(phase, 0))
+    config = model.config.to_dict()
+    job: dict[str, Any] = {
+        "model": config,
+        "method": "lora" if lora else "full",
+        "dtype": "bfloat16",
+        "bf16": bf16,
+        "gradient_checkpointing": checkpointed,
+        "max_length": LENGTH,
+        "per_device_train_batch_size": SIZE,
+    }
+    if lora:
+        job |= {"lora_r": 4, "lora_target_modules": "all-linear"}
+    spec = model_spec_from_config(config)
+    resolved, _ = resolve(parse_job(job), spec)
+    plan = _plan(spec, resolved, False)
+    counted: dict[str, float] = {}
+    for moment in _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH)):
+        counted[moment.phase] = max(plan.held.static_bytes + moment.total, counted.get(moment.phase, 0.0))
+    assert {"loss", "backward", "optimizer"} <= set(real) == set(counted)
+    for phase, allocated in real.items():
+        assert counted[phase] == pytest.approx(allocated, rel=0.01), phase
