@@ -170,7 +170,8 @@ def test_a_loop_that_keeps_the_outputs_holds_their_logits_too() -> None:
     dropped = _bare_loop(_model(lora=False, dtype=torch.bfloat16), **step)
     kept = _bare_loop(_model(lora=False, dtype=torch.bfloat16), **step, keeps_outputs=True)
     for window in ("loss", "layer 0", "optimizer"):
-        assert kept[window].total_bytes - dropped[window].total_bytes == 2 * SIZE * LENGTH * VOCABULARY
+        difference = kept[window].total_bytes - dropped[window].total_bytes
+        assert difference == pytest.approx(2 * SIZE * LENGTH * VOCABULARY, abs=64)  # and the loss itself
 
 
 @pytest.mark.slow
