@@ -113,7 +113,7 @@ def _of_deepspeed(value: str | Mapping[str, Any], num_gpus: int) -> Sharding:
 
 
 def _bucket_elements(zero: Mapping[str, Any], stage: int) -> int:
-    """``reduce_bucket_size`` of stage 2, twice where communication overlaps (DeepSpeed 0.12, ``stage_1_and_2.py``).
+    """``reduce_bucket_size`` of stage 2, twice where communication overlaps (DeepSpeed's documented options).
 
     "auto", which transformers fills with the square of the hidden size, is left out.
     """

@@ -36,7 +36,7 @@ def report_command(
 
     if open_page and html is None:
         raise CostModelError("--open needs the page to show: give --html FILE")
-    rows = [summary_row(each) for each in runs]
+    rows = [summary_row(each) for each in runs] if as_json or html is None else []
     if html is not None:
         from ftcost_callback.report_html import write_report
 

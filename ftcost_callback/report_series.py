@@ -6,6 +6,7 @@ are added up into at most a few dozen frames while they are read. What cannot be
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -67,6 +68,8 @@ STEP_COLUMNS: Final = (
 
 PAUSE_KINDS: Final = ("eval", "save", "log", "other")
 DRAWN_PAUSE_KINDS: Final = ("eval", "save")
+
+_NUMBERS: Final = frozenset({int, float, bool})
 
 
 def finite(value: object) -> float | None:
@@ -325,7 +328,8 @@ class _Reader:
         if kind == "session" and self.ranks is None and str(row.get("run_id")) == self.latest_run_id:
             self.ranks = RankRows(self.path, self.latest_run_id)
         if self.ranks is not None:
-            row = dict(self.ranks.merged(row))
+            merged = self.ranks.merged(row)
+            row = merged if isinstance(merged, dict) else dict(merged)
         if kind == "step":
             self._take_step(row)
         elif kind == "pause":
@@ -356,12 +360,16 @@ class _Reader:
         if finite(row.get("global_step")) is None or finite(row.get("step_seconds")) is None:
             self.faults.add("some step rows have no global_step or step_seconds and were left out")
             return
-        get = row.get
-        for name, column in self.run.columns.items():
-            value = get(name)
-            if value is None and name == "num_steps":
-                value = 1
-            column.append(NOT_MEASURED if value is None or finite(value) is None else value)
+        columns = self.run.columns
+        count = len(columns["global_step"])
+        for name, value in row.items():
+            column = columns.get(name)
+            # value - value is 0 for a finite number alone; a row has some ten fields, of more than thirty columns.
+            if column is None or type(value) not in _NUMBERS or value - value != 0:
+                continue
+            if len(column) < count:
+                _pad(name, column, count)
+            column.append(value)
 
     def _take_session(self, row: dict[str, Any]) -> None:
         run_id = str(row["run_id"]) if row.get("run_id") is not None else None
@@ -400,7 +408,14 @@ class _Reader:
                 f"({', '.join(self.earlier_run_ids[-5:])}); this is the latest"
             )
         run.remarks = remarks
+        for name, column in run.columns.items():
+            _pad(name, column, run.num_step_rows)
         return run
+
+
+def _pad(name: str, column: array[float], count: int) -> None:
+    """Fill the rows that did not have this field."""
+    column.extend(itertools.repeat(1.0 if name == "num_steps" else NOT_MEASURED, count - len(column)))
 
 
 # Thinning

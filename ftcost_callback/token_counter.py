@@ -79,13 +79,13 @@ class PendingTokens:
         """The counts. On a GPU only after an event recorded behind the copy has passed."""
         if self._counts is None:
             return TokenCounts()
-        values = {name: getattr(self._counts, name) for name in _COUNTS}
+        values: dict[str, Any] = {name: getattr(self._counts, name) for name in _COUNTS}
         if self._on_gpu:
             values |= zip(self._on_gpu, self._copied.tolist(), strict=True)
-        # tolist reads a processor's memory as it is; int() would be one more operator.
-        return TokenCounts(
-            **{name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-        )
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.tolist()  # reads a processor's memory as it is; int() would be one more operator
+        return TokenCounts(**values)
 
 
 class _MicroBatch:

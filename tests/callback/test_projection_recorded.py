@@ -43,7 +43,7 @@ class Moment:
 
 
 def name_of(run: dict[str, Any]) -> str:
-    return f"{run['model']}-{run['order']}-{run['seed']}"
+    return f"{run['model']}-{run['order']}-{run['seed']}-{run['clock']}"
 
 
 def replay(run: dict[str, Any]) -> Iterator[Moment]:
@@ -89,7 +89,9 @@ def split_sessions(run: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return sessions
 
 
-def known_now(run: dict[str, Any], recorder: StepRecorder, step: int, pace: Pace | None, waited: float) -> ProjectionInput:
+def known_now(
+    run: dict[str, Any], recorder: StepRecorder, step: int, pace: Pace | None, waited: float | None
+) -> ProjectionInput:
     to_come = {
         kind
         for kind in KINDS
@@ -133,11 +135,11 @@ def foreseeable_total(run: dict[str, Any], session: int) -> float:
     return float(run["startup_seconds"][0] + sum(row["seconds"] for row in first) + sum(rest))
 
 
-def moments_at(measured: int, order: str) -> list[tuple[str, float, bool, float, Moment]]:
+def moments_at(measured: int, order: str, clock: str) -> list[tuple[str, float, bool, float, Moment]]:
     """(run, error of the remaining time's projection over the whole, inside the band, noise, moment)."""
     found = []
     for run in RECORDED["runs"]:
-        if run["order"] != order:
+        if (run["order"], run["clock"]) != (order, clock):
             continue
         for moment in replay(run):
             if moment.num_measured_steps == measured:

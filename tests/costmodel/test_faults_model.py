@@ -147,7 +147,10 @@ def test_sharding_that_cannot_be_read_is_refused(fields: dict[str, Any], words: 
 def test_a_deepspeed_path_is_read(tmp_path: Path) -> None:
     file = tmp_path / "zero.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}))
-    assert read_sharding(None, str(file), 2) == Sharding(2, 2, offloads=True, by="deepspeed")
+    # without a reduce_bucket_size DeepSpeed takes 5e8 elements
+    assert read_sharding(None, str(file), 2) == Sharding(2, 2, offloads=True, by="deepspeed", bucket_elements=500_000_000)
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}))
+    assert read_sharding(None, str(file), 2) == Sharding(2, 2, by="deepspeed")
 
 
 # --- activations on the host -------------------------------------------------------------------------------------------
