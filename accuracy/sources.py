@@ -102,9 +102,9 @@ def litgpt_runs() -> Iterator[Run]:
         )
 
 
-# Qwen's own script for Q-LoRA on one GPU goes through DeepSpeed stage 2, since fp16 under torch's autocast failed there. Not
-# printed beside the table and not re-read for this file. DeepSpeed casts adapters to fp16 and keeps fp32 masters; there is no
-# autocast. That the rows grow by 4 to 9 bytes a logit, where bf16 under autocast takes 12 to 16, bears it out.
+# The script of Qwen for Q-LoRA on one GPU goes through DeepSpeed stage 2, since fp16 under autocast failed there. It is not
+# printed beside the table and was not re-read. DeepSpeed casts adapters to fp16 and keeps fp32 masters; no autocast. That
+# the rows grow by 4 to 9 bytes a logit, where bf16 under autocast takes 12 to 16, bears it out.
 QWEN_DEEPSPEED = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2e8}}
 
 

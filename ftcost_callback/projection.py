@@ -33,6 +33,7 @@ _MIN_STEPS_TO_DISAGREE: Final = 3
 
 _DRIFT_SPREAD: Final = 0.005  # clocks, heat and neighbours move the rest of a run by about this much
 _EXTRAPOLATION_SPREAD: Final = 0.15  # of a correction that leaves the range of tokens seen (attention is not linear)
+_MAX_EXTRAPOLATION_SPREAD: Final = 0.8
 _NOTABLE_WAIT: Final = 0.05  # waiting for a processor below this share of the time is left to the measured noise
 _UNMEASURED_PAUSE_STEPS: Final = 10.0  # the band's upper end takes an unknown pause as this many steps
 
@@ -314,7 +315,9 @@ def _step_seconds_to_come(known: ProjectionInput, remaining_steps: int) -> _Mean
         unsure = _elasticity(moments)[1] * mean * more_tokens / moments.mean_tokens
         token_variance = (seconds_per_token * tokens.spread) ** 2 + unsure**2
         if tokens.note is not None:
-            token_variance += (_EXTRAPOLATION_SPREAD * correction) ** 2
+            # The further ahead of what was seen, the less is known of the law; far ahead the band holds "stays as it is".
+            share = _EXTRAPOLATION_SPREAD * max(1.0, abs(more_tokens) / moments.mean_tokens)
+            token_variance += (min(share, _MAX_EXTRAPOLATION_SPREAD) * correction) ** 2
         note = tokens.note
     else:
         seconds_per_token = 0.0

@@ -6,7 +6,6 @@ are added up into at most a few dozen frames while they are read. What cannot be
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -357,16 +356,15 @@ class _Reader:
             self.foreign_types.add(kind)
 
     def _take_step(self, row: dict[str, Any]) -> None:
-        if finite(row.get("global_step")) is None or finite(row.get("step_seconds")) is None:
+        if not (_is_finite(row.get("global_step")) and _is_finite(row.get("step_seconds"))):
             self.faults.add("some step rows have no global_step or step_seconds and were left out")
             return
         columns = self.run.columns
         count = len(columns["global_step"])
         for name, value in row.items():
             column = columns.get(name)
-            # value - value is 0 for a finite number alone; a row has some ten fields, of more than thirty columns.
-            if column is None or type(value) not in _NUMBERS or value - value != 0:
-                continue
+            if column is None or not _is_finite(value):
+                continue  # a row has some ten fields, of more than thirty columns
             if len(column) < count:
                 _pad(name, column, count)
             column.append(value)
@@ -413,9 +411,14 @@ class _Reader:
         return run
 
 
+def _is_finite(value: Any) -> bool:
+    """As :func:`finite`, for millions of values of JSON: ``value - value`` is 0 for a finite number alone."""
+    return type(value) in _NUMBERS and value - value == 0
+
+
 def _pad(name: str, column: array[float], count: int) -> None:
     """Fill the rows that did not have this field."""
-    column.extend(itertools.repeat(1.0 if name == "num_steps" else NOT_MEASURED, count - len(column)))
+    column.extend(array("d", [1.0 if name == "num_steps" else NOT_MEASURED]) * (count - len(column)))
 
 
 # Thinning
