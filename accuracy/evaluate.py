@@ -21,7 +21,7 @@ from pathlib import Path
 from calibration_sweeps import calibration_section
 from fit import FREE, current_constants, log_error, predict
 from log_errors import percent, quantile, summary, weighted_quantile
-from memory_report import memory_scatter, memory_section
+from memory_report import known, memory_errors, memory_scatter, memory_section
 from runs import Run, all_runs, decisions
 from several_gpus import several_gpus_section
 from svg import Mark, chart
@@ -171,6 +171,7 @@ def document(runs: Sequence[Run], report: Mapping[str, object]) -> str:
         "",
         f"{len(decisions())} public rows are in `accuracy/data`; `accuracy/rows.csv` says which are used and why not ({unused} are",
         f"not). {len(runs)} runs have a step time: the rows with a known configuration, and the points of arXiv:2408.04693.",
+        "What other tools say for the same runs: [benchmarks](benchmarks.md#errors-on-the-same-public-runs).",
         "",
         "## Step time",
         "",
@@ -382,6 +383,35 @@ def write_evidence(runs: Sequence[Run], errors: Errors) -> None:
             )
 
 
+FRONT_PAGE_REGIMES = (  # what binds a step, in words, and the regimes of uncertainty.py that it stands for
+    ("dense, bound by the GPU", ("device",)),
+    ("dense, bound by Python, or by both (small batches, short samples)", ("mixed", "host")),
+    ("mixture of experts, all", ("moe_device", "moe_mixed", "moe_host")),
+)
+
+
+def front_page(runs: Sequence[Run], by_source: Errors, memory_rows: Sequence[tuple[Run, str, float]]) -> str:
+    """The table of README.md: errors by regime, a whole source left out."""
+    lines = ["| what, against public measured runs | runs | median error | nine of ten within |", "|---|---|---|---|"]
+    for name, regimes in FRONT_PAGE_REGIMES:
+        some = [abs(percent(by_source[run.run_id])) for run in runs if regime(run) in regimes]
+        lines.append(f"| step time, {name} | {len(some)} | {statistics.median(some):.1f} % | {quantile(some, 0.9):.0f} % |")
+    for name, some_rows in (("configuration known", known(memory_rows)), ("any", memory_rows)):
+        errors = [abs(percent(log_ratio)) for _, _, log_ratio in some_rows]
+        lines.append(f"| memory, {name} | {len(errors)} | {statistics.median(errors):.1f} % | {quantile(errors, 0.9):.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def with_front_page(readme: str, table_text: str) -> str:
+    """README.md with the table between its two marks replaced."""
+    begin, end = "<!-- accuracy: written by accuracy/evaluate.py -->\n", "<!-- end of accuracy -->"
+    before, _, rest = readme.partition(begin)
+    _, mark, after = rest.partition(end)
+    if not mark:
+        raise SystemExit("README.md has lost the marks of its accuracy table")
+    return before + begin + table_text + end + after
+
+
 def main() -> None:
     report = json.loads((FOLDER / "fit.json").read_text(encoding="utf-8"))
     runs = [run for run in all_runs() if run.seconds is not None]
@@ -394,6 +424,9 @@ def main() -> None:
         (ROOT / "docs" / "accuracy.svg").write_text(picture, encoding="utf-8")
         (ROOT / "docs" / "accuracy_memory.svg").write_text(memory_scatter(all_runs()), encoding="utf-8")
         write_evidence(runs, by_source)
+        readme = ROOT / "README.md"
+        table_text = front_page(runs, by_source, memory_errors(all_runs()))
+        readme.write_text(with_front_page(readme.read_text(encoding="utf-8"), table_text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -310,6 +310,10 @@ def _merged(job: Job | Mapping[str, Any] | None, fields: Mapping[str, Any]) -> J
         return job
     if isinstance(job, Job):
         return {**job.model_dump(exclude_unset=True), **fields}
+    if not isinstance(job, Mapping):
+        raise CostModelError(
+            f"a job is a mapping of its fields, got {type(job).__name__}; a file is read by `ftcost estimate FILE`"
+        )
     return {**job, **fields}
 
 

@@ -1,4 +1,4 @@
-"""Writes the pages that are made from code: docs/metrics.md and docs/commands.md.
+"""Writes what is made from code: docs/metrics.md, docs/commands.md and the picture of an estimate.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # exit code 1 if a page is out of date
@@ -6,6 +6,7 @@ python docs/generate.py --check    # exit code 1 if a page is out of date
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +15,8 @@ from typer import Context
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
+from costmodel import estimate
+from costmodel.plots import estimate_svg
 from ftcost_callback.cli import app
 from ftcost_callback.metrics import METRICS, PREFIX
 
@@ -101,7 +104,14 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(each.split()) for each in text.split("\n\n"))
 
 
-PAGES = {"metrics.md": metrics_page, "commands.md": commands_page}
+def estimate_picture() -> str:
+    """The picture of the README: the job of examples/job.json on one card."""
+    return estimate_svg(
+        estimate(json.loads((DOCS.parent / "examples" / "job.json").read_text()), gpu="L40S", usd_per_gpu_hour=1.09)
+    )
+
+
+PAGES = {"metrics.md": metrics_page, "commands.md": commands_page, "images/estimate.svg": estimate_picture}
 
 
 def main() -> int:

@@ -1,38 +1,104 @@
-"""Measures the CPU this process runs on: a device description for the estimate, where no data sheet helps.
+"""Measures the device at hand: a description for the estimate that rests on no data sheet. ``ftcost probe`` stores it.
 
 from ftcost_callback.probe import probe_cpu
 estimate_trainer(trainer, gpu=probe_cpu())
+
+A busy neighbour only ever makes a repeat slower, so the best of the repeats counts. Each rate is of work as a training step
+has it: results are kept as autograd keeps them, so that operands come from memory as often as they do there.
+
+On a CPU this is run in the tests. The part for CUDA is written from torch's documentation and has not been run yet.
 """
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
-from ftcost_callback.live_device import device_facts
+from costmodel.errors import CostModelError
+from ftcost_callback.host_load import ProcessorWait
+from ftcost_callback.live_device import device_facts, versions
 
 _MATMUL_SIZE: Final = 1024  # 2.1 GFLOP: large enough for every core, small enough to repeat
+_CUDA_MATMUL_SIZE: Final = 8192  # 1.1 TFLOP
+_FEW_ROWS: Final = 16  # of a product that is held against a large one
+_FEW_ROWS_WIDTH: Final = 512
 _COPY_BYTES: Final = 2**28  # far beyond any cache
-_SMALL_OPERATORS: Final = 6  # dispatched by one pass of `_small_operators`
-_PASSES_AT_ONCE: Final = 50
-# Shares of the time: matmul in fp32, in bf16, copying, small operators.
-_SHARES: Final = (0.35, 0.2, 0.25, 0.2)
+_MIB: Final = 2**20
+# Bytes of one tensor. glibc takes what is larger than 32 MiB fresh from the system each time (mallopt(3), M_MMAP_THRESHOLD),
+# and the page faults of that cost more than the arithmetic.
+_ELEMENTWISE_BYTES: Final = (_MIB // 4, _MIB, 4 * _MIB, 12 * _MIB, 30 * _MIB, 40 * _MIB)
+_REUSED_BYTES: Final = 32 * _MIB
+_KEPT_BYTES: Final = 192 * _MIB  # of results that are kept for the backward
+_MOST_KEPT: Final = 48
+_ATTENTION_TOKENS: Final = (64, 256, 1024)
+_ATTENTION_HEADS: Final = 8
+_ATTENTION_HEAD_DIM: Final = 64
+_ATTENTION_UNITS: Final = 3.5  # products of a forward (2) and of a backward that computes the scores again (5), in forwards
+_LOSS_VOCABULARY: Final = 2048
+_LOSS_TOKENS: Final = (64, 512, 2048, 5120)  # 0.5 to 40 MiB of logits
+_OPTIMIZER_TENSORS: Final = 16
+_OPTIMIZER_ELEMENTS: Final = 2**18  # of each: 64 MiB of parameters, gradients and states, beyond most caches
+_QUANTIZED_SIZE: Final = 2048
+_PASSES_AT_ONCE: Final = 10
+_SMALL: Final = 8
+_BUSY: Final = 0.05  # share of the probe that waited for a processor, from which it is said
+# Shares of the time.
+_SHARES: Final = {
+    "fp32": 0.14,
+    "bf16": 0.1,
+    "fp16": 0.06,
+    "rows": 0.06,
+    "copy": 0.1,
+    "elementwise": 0.16,
+    "attention": 0.12,
+    "loss": 0.12,
+    "optimizer": 0.06,
+    "operator": 0.06,
+    "dequantisation": 0.02,
+}
+
+_Clock = Callable[[], float]
+_Say = Callable[[str], None]
+
+
+def probe(device: str | None = None, *, seconds: float = 20.0, num_threads: int | None = None, say: _Say | None = None) -> dict[str, Any]:
+    """A ``GpuSpec`` mapping of ``device`` ("cpu", "cuda", "cuda:1"; default: the first card, else the CPU).
+
+    Raises :class:`CostModelError` for a device that is not there or is of another kind.
+    """
+    import torch
+
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind == "cpu":
+        return probe_cpu(seconds=seconds, num_threads=num_threads, say=say)
+    if kind != "cuda":
+        raise CostModelError(f"no device {name!r} can be probed: give cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise CostModelError(f"no CUDA device is seen here, so {name} cannot be probed; --device cpu probes the processor")
+    return probe_cuda(name, seconds=seconds, say=say)
 
 
 def probe_cpu(
     *,
-    seconds: float = 10.0,
+    seconds: float = 20.0,
     num_threads: int | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    say: Callable[[str], None] | None = None,
+    clock: _Clock = time.perf_counter,
+    say: _Say | None = None,
 ) -> dict[str, Any]:
-    """A ``GpuSpec`` mapping of this CPU: matmul rates, memory bandwidth, seconds to dispatch an operator.
+    """A ``GpuSpec`` mapping of this CPU: matmul rates, memory bandwidth, seconds to dispatch an operator, and ``probed``.
 
     Takes about ``seconds``, with ``num_threads`` (default: as torch is set), which is put back; no random number is drawn.
-    The best of the repeats counts: a busy neighbour only ever makes one slower. The spec has no data-sheet peak, so
-    there is no MFU on it. ``say`` is given a line for each stage (default: stderr).
+    The spec has no data-sheet peak, so there is no MFU on it. ``clock=time.process_time`` measures the processor's time in
+    place of the clock on the wall: with one thread the two are the same on a quiet machine. ``say`` is given a line for each
+    stage (default: stderr).
     """
     import torch
 
@@ -40,99 +106,379 @@ def probe_cpu(
     threads_before = torch.get_num_threads()
     facts = device_facts("cpu")
     name = facts.get("name", "CPU")
+    waited = ProcessorWait()
     try:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         threads = torch.get_num_threads()
         say(f"ftcost: probing {name} with {threads} threads, about {seconds:.0f} s")
-        budgets = [share * seconds for share in _SHARES]
-        fp32 = _matmul_rate(torch.float32, budgets[0], clock)
-        bf16 = _matmul_rate(torch.bfloat16, budgets[1], clock)
-        bandwidth = _copy_rate(budgets[2], clock)
-        per_operator = _seconds_per_operator(budgets[3], clock)
+        bench = _Bench(torch.device("cpu"), seconds, clock, say)
+        fp32 = bench.matmul_rate(torch.float32, "fp32", _MATMUL_SIZE)
+        bf16 = bench.matmul_rate(torch.bfloat16, "bf16", _MATMUL_SIZE)
+        bandwidth = bench.copy_rate(_COPY_BYTES)
+        probed = bench.rates()
+        per_operator = bench.seconds_per_operator()
+        probed["dequantisation_seconds_per_weight"] = bench.dequantisation()
     finally:
         torch.set_num_threads(threads_before)
     say(
         f"ftcost: {_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s, "
         f"{per_operator * 1e6:.2f} us an operator"
     )
-    spec = {
-        "name": f"{name} ({threads} threads)",
-        "vendor": "CPU",
-        "memory_bytes": facts.get("memory_bytes"),
-        "memory_bandwidth_bytes_per_second": bandwidth,
-        "measured_fp32_matmul_flops_per_second": fp32,
-        "measured_bf16_matmul_flops_per_second": bf16,
-        "seconds_per_operator": per_operator,
-        "source": "probed on this machine",
+    _say_if_busy(waited, say)
+    return _present(
+        {
+            "name": f"{name} ({threads} threads)",
+            "vendor": "CPU",
+            "memory_bytes": facts.get("memory_bytes"),
+            "memory_bandwidth_bytes_per_second": bandwidth,
+            "measured_fp32_matmul_flops_per_second": fp32,
+            "measured_bf16_matmul_flops_per_second": bf16,
+            "seconds_per_operator": per_operator,
+            "source": _source(),
+            "probed": _present(probed),
+        }
+    )
+
+
+def probe_cuda(device: str = "cuda", *, seconds: float = 20.0, say: _Say | None = None) -> dict[str, Any]:
+    """A ``GpuSpec`` mapping of a CUDA device; the card's data sheet is taken where the catalogue recognises it.
+
+    Written from torch's documentation; not run on a card yet. The context is what the driver counts as used beyond torch's
+    own reservations, so other processes on the card are in it: probe a card that nobody else uses.
+    """
+    import torch
+
+    from costmodel.catalog import find_gpu
+
+    say = say if say is not None else _to_stderr
+    where = torch.device(device)
+    facts = device_facts(where)
+    say(f"ftcost: probing {facts['name']}, about {seconds:.0f} s")
+
+    def clock() -> float:
+        torch.cuda.synchronize(where)
+        return time.perf_counter()
+
+    bench = _Bench(where, seconds, clock, say)
+    granularity = bench.allocation_granularity()
+    tf32_before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        fp32 = bench.matmul_rate(torch.float32, "fp32", _CUDA_MATMUL_SIZE // 2)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32_before
+    has_bf16 = facts["compute_capability"] >= "8"
+    bf16 = bench.matmul_rate(torch.bfloat16, "bf16", _CUDA_MATMUL_SIZE) if has_bf16 else None
+    bandwidth = bench.copy_rate(4 * _COPY_BYTES)
+    per_operator = bench.seconds_per_operator()
+    probed = {
+        "dequantisation_seconds_per_weight": bench.dequantisation(),
+        "allocation_granularity_bytes": granularity,
+        "context_bytes": bench.context_bytes(),
     }
-    return {field: value for field, value in spec.items() if value is not None}
+    say(f"ftcost: {_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s, {per_operator * 1e6:.2f} us an operator")
+    known = facts.get("gpu")
+    sheet = find_gpu(known).model_dump(exclude_none=True) if isinstance(known, str) else {}
+    return _present(
+        {
+            **sheet,
+            "name": facts["name"],
+            "memory_bytes": facts["memory_bytes"],
+            "compute_capability": facts["compute_capability"],
+            "memory_bandwidth_bytes_per_second": bandwidth,
+            "measured_fp32_matmul_flops_per_second": fp32,
+            "measured_bf16_matmul_flops_per_second": bf16,
+            "seconds_per_operator": per_operator,
+            "source": _source(),
+            "probed": _present(probed),
+        }
+    )
 
 
-def _best_seconds(work: Callable[[], Any], budget_seconds: float, clock: Callable[[], float]) -> float:
-    """Fewest seconds of one ``work()``, repeated until the budget is used; the first one warms up and is left out."""
-    start = clock()
-    work()
-    best = None
-    while best is None or clock() - start < budget_seconds:
-        before = clock()
+@dataclass(slots=True)
+class _Bench:
+    """One device, the seconds there are for it, and the measurements."""
+
+    device: Any
+    seconds: float
+    clock: _Clock
+    say: _Say
+
+    def best_seconds(self, work: Callable[[], Any], share: float) -> float:
+        """Fewest seconds of one ``work()``, repeated until the share of the time is used; the first one warms up."""
+        start = self.clock()
         work()
-        taken = clock() - before
-        best = taken if best is None else min(best, taken)
-    return best
+        best = None
+        while best is None or self.clock() - start < share * self.seconds:
+            before = self.clock()
+            work()
+            taken = self.clock() - before
+            best = taken if best is None else min(best, taken)
+        return max(best, 1e-9)
 
+    def full(self, *shape: int, value: float = 0.5, **how: Any) -> Any:
+        import torch
 
-def _matmul_rate(dtype: Any, budget_seconds: float, clock: Callable[[], float]) -> float | None:
-    """FLOP/s of a square matrix product; ``None`` where the CPU has none for ``dtype``."""
-    import torch
+        return torch.full(shape, value, device=self.device, **how)
 
-    left = torch.full((_MATMUL_SIZE, _MATMUL_SIZE), 0.5, dtype=dtype)
-    right = torch.full((_MATMUL_SIZE, _MATMUL_SIZE), 0.25, dtype=dtype)
-    out = torch.empty_like(left)
-    with torch.no_grad():
+    def matmul_rate(self, dtype: Any, stage: str, size: int) -> float | None:
+        """FLOP/s of a square matrix product; ``None`` where the device has none for ``dtype``."""
+        import torch
+
+        self.say(f"ftcost: matrix products in {stage}")
+        left, right = self.full(size, size, dtype=dtype), self.full(size, size, value=0.25, dtype=dtype)
+        out = torch.empty_like(left)
+        with torch.no_grad():
+            try:
+                taken = self.best_seconds(lambda: torch.mm(left, right, out=out), _SHARES[stage])
+            except RuntimeError:
+                return None
+        return 2.0 * size**3 / taken
+
+    def copy_rate(self, num_bytes: int) -> float:
+        """Bytes read and written each second by a copy that no cache holds."""
+        import torch
+
+        self.say("ftcost: memory bandwidth")
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2.0 * num_bytes / self.best_seconds(lambda: target.copy_(source), _SHARES["copy"])
+
+    def rates(self) -> dict[str, Any]:
+        """What a step on a CPU has beside large products."""
+        self.say("ftcost: small products, element-wise operators")
+        half_rows = self.matmul_half_rows()
+        elementwise = [(size, self.elementwise_rate(size)) for size in _ELEMENTWISE_BYTES]
+        self.say("ftcost: attention, loss, optimizer")
+        attention = [(tokens, self.attention_rate(tokens)) for tokens in _ATTENTION_TOKENS]
+        loss = [(4 * tokens * _LOSS_VOCABULARY, self.loss_seconds_per_logit(tokens)) for tokens in _LOSS_TOKENS]
+        return {
+            "matmul_half_rows": half_rows,
+            "elementwise_bytes_per_second": elementwise,
+            "attention_flops_per_second": attention,
+            "loss_seconds_per_logit": loss,
+            "optimizer_seconds_per_parameter": self.optimizer_seconds_per_parameter(),
+        }
+
+    def matmul_half_rows(self) -> float:
+        """Rows h such that a product of M rows runs at M / (M + h) of the rate of many rows."""
+        import torch
+
+        width = _FEW_ROWS_WIDTH
+        weight = self.full(width, width)
+
+        def seconds_a_row(rows: int) -> float:
+            inputs = self.full(rows, width)
+            times = max(1, _MATMUL_SIZE // rows)
+
+            def work() -> None:
+                for _ in range(times):
+                    torch.mm(inputs, weight)
+
+            return self.best_seconds(work, _SHARES["rows"] / 2) / times / rows
+
+        with torch.no_grad():
+            few, many = seconds_a_row(_FEW_ROWS), seconds_a_row(_MATMUL_SIZE)
+        return max(0.0, _FEW_ROWS * (few / many - 1.0))
+
+    def elementwise_rate(self, num_bytes: int) -> float:
+        """Bytes each second of a chain of products of tensors of ``num_bytes``: read one result, read an operand, write."""
+        import torch
+
+        number = min(_MOST_KEPT, max(4, _KEPT_BYTES // num_bytes))
+        operands = [self.full(num_bytes // 4) for _ in range(number)]
+        results = [torch.empty_like(each) for each in operands]
+        is_fresh = num_bytes > _REUSED_BYTES
+
+        def work() -> None:
+            hidden = operands[0]
+            kept = []
+            for operand, result in zip(operands, results, strict=True):
+                hidden = hidden * operand if is_fresh else torch.mul(hidden, operand, out=result)
+                kept.append(hidden)
+
+        with torch.no_grad():
+            taken = self.best_seconds(work, _SHARES["elementwise"] / len(_ELEMENTWISE_BYTES))
+        return 3.0 * num_bytes * number / taken
+
+    def attention_rate(self, tokens: int) -> float:
+        """FLOP/s of causal attention, forward and backward, of the half of the square that it needs."""
+        import torch
+
+        sequences = max(1, 512 // tokens)
+        shape = (sequences, _ATTENTION_HEADS, tokens, _ATTENTION_HEAD_DIM)
+        query, key, value = (self.full(*shape, requires_grad=True) for _ in range(3))
+        gradient = self.full(*shape)
+
+        def work() -> None:
+            query.grad = key.grad = value.grad = None
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
+
+        with torch.enable_grad():
+            taken = self.best_seconds(work, _SHARES["attention"] / len(_ATTENTION_TOKENS))
+        forward = 4.0 * sequences * _ATTENTION_HEADS * _ATTENTION_HEAD_DIM * tokens**2 / 2
+        return _ATTENTION_UNITS * forward / taken
+
+    def loss_seconds_per_logit(self, tokens: int) -> float:
+        """Seconds of a logit, written by its product, in the loss and in its gradient."""
+        import torch
+
+        hidden = self.full(tokens, _SMALL, requires_grad=True)
+        head = self.full(_LOSS_VOCABULARY, _SMALL, value=0.1)
+        labels = torch.arange(tokens, device=self.device) % _LOSS_VOCABULARY
+
+        def work() -> None:
+            hidden.grad = None
+            logits = torch.nn.functional.linear(hidden, head)
+            torch.nn.functional.cross_entropy(logits.float(), labels).backward()
+
+        with torch.enable_grad():
+            taken = self.best_seconds(work, _SHARES["loss"] / len(_LOSS_TOKENS))
+        return taken / (tokens * _LOSS_VOCABULARY)
+
+    def optimizer_seconds_per_parameter(self) -> float:
+        """Seconds of one fp32 parameter: its gradient's norm, the clipping, and fused AdamW."""
+        import torch
+
+        weights = [torch.nn.Parameter(self.full(_OPTIMIZER_ELEMENTS)) for _ in range(_OPTIMIZER_TENSORS)]
+        for each in weights:
+            each.grad = self.full(_OPTIMIZER_ELEMENTS, value=1e-3)
+        optimizer = torch.optim.AdamW(weights, lr=1e-6, fused=True)
+
+        def work() -> None:
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+
+        return self.best_seconds(work, _SHARES["optimizer"]) / (_OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS)
+
+    def seconds_per_operator(self) -> float:
+        """Seconds of one operator of a decoder layer whose arithmetic is next to nothing, forward and backward."""
+        import torch
+
+        self.say("ftcost: cost of an operator")
+        layer = _tiny_layer(self.device)
+        inputs = self.full(1, 4, _SMALL, requires_grad=True)
+
+        def once() -> None:
+            layer(layer(inputs)).sum().backward()
+
+        def work() -> None:
+            for _ in range(_PASSES_AT_ONCE):
+                once()
+
+        with torch.enable_grad():
+            once()  # gradients then exist, and are added to as after the first micro-batch
+            number = _num_operators(once)
+            taken = self.best_seconds(work, _SHARES["operator"])
+        return taken / (_PASSES_AT_ONCE * number)
+
+    def dequantisation(self) -> dict[str, float] | None:
+        """Seconds of a weight from NF4 codes to bf16; ``None`` where bitsandbytes is not installed or refuses."""
+        import torch
+
         try:
-            taken = _best_seconds(lambda: torch.mm(left, right, out=out), budget_seconds, clock)
-        except RuntimeError:
+            from bitsandbytes import functional
+        except ImportError:
             return None
-    return 2.0 * _MATMUL_SIZE**3 / taken if taken > 0 else None
+        self.say("ftcost: dequantisation of NF4")
+        try:
+            codes, state = functional.quantize_4bit(self.full(_QUANTIZED_SIZE, _QUANTIZED_SIZE, dtype=torch.bfloat16), quant_type="nf4")
+            taken = self.best_seconds(lambda: functional.dequantize_4bit(codes, state), _SHARES["dequantisation"])
+        except (RuntimeError, NotImplementedError, ValueError):
+            return None
+        return {"nf4": taken / _QUANTIZED_SIZE**2}
+
+    def allocation_granularity(self) -> int:
+        """Bytes that torch's allocator counts for an allocation of one byte (CUDA)."""
+        import torch
+
+        before = torch.cuda.memory_allocated(self.device)
+        held = torch.empty(1, dtype=torch.uint8, device=self.device)
+        after = torch.cuda.memory_allocated(self.device)
+        del held
+        return int(after - before)
+
+    def context_bytes(self) -> int:
+        """Bytes of the card in use beyond what torch has reserved, after products and kernels were loaded (CUDA)."""
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free - torch.cuda.memory_reserved(self.device))
 
 
-def _copy_rate(budget_seconds: float, clock: Callable[[], float]) -> float:
-    """Bytes read and written each second by a copy that no cache holds."""
+def _tiny_layer(device: Any) -> Any:
+    """A decoder layer in plain torch with the operators of Llama's: norms, rotation, attention, gated feed-forward."""
     import torch
+    from torch import nn
 
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    taken = _best_seconds(lambda: target.copy_(source), budget_seconds, clock)
-    return 2.0 * _COPY_BYTES / max(taken, 1e-9)
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((_SMALL,), 1.0))
+
+        def forward(self, hidden: Any) -> Any:
+            variance = hidden.float().pow(2).mean(-1, keepdim=True)
+            return self.weight * (hidden * torch.rsqrt(variance + 1e-6))
+
+    def linear() -> Any:
+        made = nn.utils.skip_init(nn.Linear, _SMALL, _SMALL, bias=False)  # no random number is drawn
+        nn.init.constant_(made.weight, 0.125)
+        return made
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = Norm(), Norm()
+            self.q, self.k, self.v, self.o = (linear() for _ in range(4))
+            self.gate, self.up, self.down = (linear() for _ in range(3))
+
+        def rotated(self, states: Any) -> Any:
+            half = _SMALL // 4
+            turned = torch.cat((-states[..., half:], states[..., :half]), dim=-1)
+            return states * 0.5 + turned * 0.5
+
+        def forward(self, hidden: Any) -> Any:
+            states = self.before(hidden)
+            shape = (*states.shape[:-1], 2, _SMALL // 2)
+            query, key, value = (each(states).view(shape).transpose(1, 2) for each in (self.q, self.k, self.v))
+            mixed = nn.functional.scaled_dot_product_attention(self.rotated(query), self.rotated(key), value, is_causal=True)
+            hidden = hidden + self.o(mixed.transpose(1, 2).reshape(hidden.shape))
+            states = self.after(hidden)
+            return hidden + self.down(nn.functional.silu(self.gate(states)) * self.up(states))
+
+    return Layer().to(device)
 
 
-def _seconds_per_operator(budget_seconds: float, clock: Callable[[], float]) -> float:
-    """Seconds of one operator whose arithmetic is next to nothing, recorded for the backward pass as in training."""
-    import torch
+def _num_operators(work: Callable[[], Any]) -> int:
+    """Operators that ``work`` dispatches, counted as :func:`costmodel.workload.operators` counts them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    weight = torch.full((8, 8), 0.125, requires_grad=True)
-    inputs = torch.full((8, 8), 0.5)
+    class Count(TorchDispatchMode):
+        number = 0
 
-    def work() -> None:
-        for _ in range(_PASSES_AT_ONCE):
-            _small_operators(inputs, weight)
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number += 1
+            return func(*args, **(kwargs or {}))
 
-    with torch.enable_grad():
-        taken = _best_seconds(work, budget_seconds, clock)
-    return max(taken, 1e-9) / (_PASSES_AT_ONCE * _SMALL_OPERATORS)
+    with Count() as count:
+        work()
+    return count.number
 
 
-def _small_operators(inputs: Any, weight: Any) -> Any:
-    """Six operators in the mix of a decoder layer: a product, views and element-wise arithmetic."""
-    import torch
+def _source() -> str:
+    return f"ftcost probe of {datetime.date.today().isoformat()}, torch {versions().get('torch', '')}"
 
-    hidden = torch.mm(inputs, weight)
-    hidden = hidden.view(2, 4, 8)
-    hidden = hidden.transpose(0, 1)
-    hidden = hidden * 0.5
-    hidden = hidden + 1.0
-    return torch.sigmoid(hidden)
+
+def _say_if_busy(waited: ProcessorWait, say: _Say) -> None:
+    share = waited.fraction()
+    if share is not None and share > _BUSY:
+        say(f"ftcost: others used the processor for {share:.0%} of the probe; on a quiet machine it tells more")
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _giga(rate: float | None) -> str:

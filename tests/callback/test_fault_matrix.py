@@ -130,6 +130,14 @@ def in_event(method: str, only: str | None = None) -> Callable[[Bench], str]:
     return inject
 
 
+def in_init_end(bench: Bench) -> str:
+    def fail(args: Any) -> None:
+        raise InjectedError("on_init_end")
+
+    bench.patch.setattr("ftcost_callback.callback.open_run_or_offline", fail)
+    return "guard off, " + complete(bench.train(bench.callback(wandb_guard=True)))
+
+
 def full_device(bench: Bench) -> str:
     record = bench.tmp_path / "_ftcost" / "run.jsonl"
     record.parent.mkdir()
@@ -561,10 +569,12 @@ class Fault:
 
 READINGS = "uuid 7;busy 50;memory 1e9;power_mw 3e5;energy_mj 1e6"
 FAULTS = [
+    Fault("exception in on_init_end", "open_run_or_offline", in_init_end),
     Fault("exception in on_train_begin", "LiveRun.begin", in_event("begin")),
     Fault("exception in on_step_begin", "LiveRun.step_begins", in_event("step_begins")),
     Fault("exception in on_substep_end", "LiveRun.micro_batch_ends", in_event("micro_batch_ends")),
-    Fault("exception in on_pre_optimizer_step", "LiveRun.phase_ends", in_event("phase_ends")),
+    Fault("exception in on_pre_optimizer_step", "LiveRun.optimizer_begins", in_event("optimizer_begins")),
+    Fault("exception in on_optimizer_step", "LiveRun.optimizer_ends", in_event("optimizer_ends")),
     Fault("exception in on_step_end", "LiveRun.step_ends", in_event("step_ends")),
     Fault("exception in on_epoch_end", "LiveRun.wait_for_steps", in_event("wait_for_steps")),
     Fault("exception in on_log", "LiveRun.pause", in_event("pause", "log")),
