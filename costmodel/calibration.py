@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from costmodel import constants as c
-from costmodel.catalog import config_folder
 from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError
 from costmodel.model_spec import ModelSpec
+from costmodel.probes import config_folder
 from costmodel.specs import GpuSpec
 from costmodel.step_time import compute_dtype, step_time
 from costmodel.strict_json import read_json_text

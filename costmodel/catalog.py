@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
+from costmodel.probes import config_folder
 from costmodel.specs import GpuSpec, Price
 from costmodel.strict_json import read_json_text
 from costmodel.units import GIB, GIGA, MIB, TERA
@@ -37,7 +38,6 @@ MAX_PLAUSIBLE_USD_PER_GPU_HOUR: Final = 200.0
 
 STALE_PRICE_DAYS: Final = 90
 PRICE_FILE_VARIABLE: Final = "FTCOST_PRICE_FILE"
-CONFIG_FOLDER_VARIABLE: Final = "FTCOST_CONFIG_DIR"
 MAX_PRICE_FILE_BYTES: Final = 64 * MIB
 
 HUB_TIMEOUT_SECONDS: Final = 5.0
@@ -319,15 +319,6 @@ def price_table() -> PriceTable:
         return _table_in_file(path)
     updated = updated_prices_path()
     return _with_updates(*_file_key(updated)) if os.path.isfile(updated) else _built_in_table()
-
-
-def config_folder() -> str:
-    """Where this user's own settings live: ``FTCOST_CONFIG_DIR``, else ``ftcost`` in the system's usual place."""
-    given = os.environ.get(CONFIG_FOLDER_VARIABLE)
-    if given:
-        return given
-    usual = os.environ.get("APPDATA") if os.name == "nt" else os.environ.get("XDG_CONFIG_HOME")
-    return os.path.join(usual or os.path.join(os.path.expanduser("~"), ".config"), "ftcost")
 
 
 def updated_prices_path() -> str:

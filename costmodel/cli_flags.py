@@ -38,7 +38,7 @@ _HELP: Final[dict[str, str]] = {
     "schema_version": "Version of the job's format.",
     "model": "Catalogue id, path to a config.json or its folder, JSON config, or hub id.",
     "model_overrides": "Config fields to change, as JSON.",
-    "gpu": "One product by any of its names (see: ftcost gpus).",
+    "gpu": "One product by any of its names (see: ftcost gpus), or probe, probe:NAME: what ftcost probe stored.",
     "num_gpus": "GPUs of one data-parallel run.",
     "method": "What is trained.",
     "quantization": "How the base is stored.",

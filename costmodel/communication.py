@@ -13,8 +13,8 @@ from typing import Final
 
 from costmodel import constants as c
 from costmodel.defaults import ResolvedJob
+from costmodel.held_memory import held_bytes, trained_parameter_bytes
 from costmodel.links import link_of
-from costmodel.memory import held_bytes, trained_parameter_bytes
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec
 from costmodel.units import BYTES_PER_ELEMENT

@@ -76,6 +76,11 @@ LOOP_OPERATOR_FACTOR: Final = 2.0
 # code on samples of different lengths takes longer than on equal ones, by the same time for each padding token in both data
 # sets of arXiv:2408.04693, with two experts a token and hardly with eight. Fitted; 6.5 to 7.4. No other family is seen to.
 EXPERTS_OF_PADDING: Final[dict[str, float]] = {"blackmamba": 7.0}
+# On a probed processor, in dispatched operators: what the Trainer and accelerate do in a step beside the model and the
+# optimizer (batch, schedule, callbacks: 1.2 ms where an operator took 1.6 us), and what each expert adds to a grouped product,
+# which is a loop over the experts inside one kernel (8 us: two views, a product). Measured once (docs/probe.md), not fitted.
+TRAINER_OPERATORS: Final = 750.0
+GROUP_OPERATORS: Final = 5.0
 # Dequantisation of one weight, each pass: bytes moved (codes and scales read, 16 bits written). GPTQ fitted (21 to 22, one
 # source): the 2023 code unpacks through wider intermediates, 16.5 counted from it; AWQ is taken to be as slow.
 DEQUANTISATION_BYTES: Final[dict[str, float]] = {

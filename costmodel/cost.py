@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from costmodel import constants as c
 from costmodel.catalog import bill_usd_per_hour
 from costmodel.defaults import ResolvedJob, transformers_major
+from costmodel.held_memory import held_bytes
 from costmodel.hf_config import ModelSpec
 from costmodel.lengths import BatchTokens
-from costmodel.memory import held_bytes
 from costmodel.specs import Price
 from costmodel.step_time import StepTime
 from costmodel.units import SECONDS_PER_HOUR

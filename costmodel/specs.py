@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from costmodel.errors import CostModelError, UnknownNameError, short, shown
+from costmodel.probes import asks_for_probe, probed_device
 
 SCHEMA_VERSION: Final = 1
 
@@ -91,11 +92,47 @@ class Record(BaseModel):
         return set()
 
 
+# Sizes, ascending, each with what was measured at it. Between two of them it is a line on logarithmic axes.
+Curve = Annotated[
+    tuple[tuple[Annotated[float, Field(gt=0, le=1e15)], Annotated[float, Field(gt=0, le=1e21)]], ...], Field(min_length=1)
+]
+
+
+class ProbedRates(Record):
+    """What ``ftcost probe`` measured of a device beside large products, bandwidth and dispatch. Not measured: ``None``.
+
+    ``matmul_flops_per_second``: fp32 products of many rows whose operands no cache holds; ``matmul_half_rows``: a product of M rows runs at M / (M + this) of it. By bytes of one tensor:
+    ``elementwise_bytes_per_second``, read and written. By tokens of a sequence: ``attention_flops_per_second``, of the half of
+    the square. By bytes of the logits: ``loss_seconds_per_logit``, forward and backward. ``optimizer_seconds_per_parameter``
+    and ``_per_tensor``: fused AdamW and clipping in fp32. ``dequantisation_seconds_per_weight``: by quantisation, one pass. Of CUDA:
+    ``allocation_granularity_bytes`` and ``context_bytes``, which are shown and not used yet.
+    """
+
+    matmul_flops_per_second: _FlopsPerSecond | None = None
+    matmul_half_rows: float | None = Field(default=None, ge=0, le=1e6)
+    elementwise_bytes_per_second: Curve | None = None
+    attention_flops_per_second: Curve | None = None
+    loss_seconds_per_logit: Curve | None = None
+    optimizer_seconds_per_parameter: float | None = Field(default=None, gt=0, le=1.0)
+    optimizer_seconds_per_tensor: float | None = Field(default=None, gt=0, le=1.0)
+    dequantisation_seconds_per_weight: dict[Quantization, Annotated[float, Field(gt=0, le=1.0)]] | None = None
+    allocation_granularity_bytes: int | None = Field(default=None, ge=0, le=2**50)
+    context_bytes: int | None = Field(default=None, ge=0, le=2**50)
+
+    @field_validator("elementwise_bytes_per_second", "attention_flops_per_second", "loss_seconds_per_logit")
+    @classmethod
+    def _ascending(cls, value: Curve | None) -> Curve | None:
+        sizes = [size for size, _ in value or ()]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("the sizes must ascend")
+        return value
+
+
 class GpuSpec(Record):
     """One product's data sheet. Rates are dense (no sparsity) and per second; unknown is ``None``.
 
     ``memory_bytes`` is the capacity the driver reports, which is below the marketed size. ``measured_*`` is the best
-    rate a large matmul was seen to reach; ``seconds_per_operator`` is only set for a device that was probed. ``nvlink`` and
+    rate a large matmul was seen to reach; ``seconds_per_operator`` and ``probed`` are only set for a device that was probed. ``nvlink`` and
     ``pcie`` are one direction between this GPU and the others of its machine (``nvlink``: any link of the cards' own).
     """
 
@@ -119,6 +156,7 @@ class GpuSpec(Record):
     measured_bf16_matmul_flops_per_second: _FlopsPerSecond | None = None
     measured_fp32_matmul_flops_per_second: _FlopsPerSecond | None = None
     seconds_per_operator: float | None = Field(default=None, gt=0, le=1e3)
+    probed: ProbedRates | None = None
     source: str = ""
     notes: str = ""
 
@@ -312,7 +350,9 @@ class Job(Record):
     @field_validator("gpu", mode="before")
     @classmethod
     def _described_gpu(cls, value: Any) -> Any:
-        """A description is read here, so that its faults are named without those of a GPU's name."""
+        """A description is read here, so that its faults are named without those of a GPU's name; so is a stored probe."""
+        if isinstance(value, str) and asks_for_probe(value):
+            value = probed_device(value)
         return parse_gpu(value) if isinstance(value, Mapping) else value
 
     @field_validator("framework_version", mode="before")

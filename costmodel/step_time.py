@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from costmodel import constants as c
+from costmodel import processor
 from costmodel.adapters import AdaptedLinear, LayerAdapters, plan_adapters
 from costmodel.communication import Communication, communication, exposed_seconds
 from costmodel.defaults import ResolvedJob
 from costmodel.expert_load import ExpertLoad, relative_loads, split_over_ranks
 from costmodel.model_spec import Experts, Layer, ModelSpec
-from costmodel.specs import GpuSpec
+from costmodel.specs import Curve, GpuSpec, ProbedRates
 from costmodel.units import BYTES_PER_ELEMENT
 from costmodel.workload import (
     Batch,
@@ -143,6 +144,9 @@ def step_time(
     accumulation = micro_batches if micro_batches is not None else float(job.gradient_accumulation_steps)
     is_cpu = gpu.vendor == "CPU"
     rate = ceiling * (1.0 if is_cpu else c.GEMM_EFFICIENCY)
+    probed = (gpu.probed if is_cpu else None) or ProbedRates()
+    if probed.matmul_flops_per_second and dtype == "float32":
+        rate = probed.matmul_flops_per_second
     sums = _Sums(device_factor=device_factor, host_factor=host_factor)
     load = expert_load if expert_load is not None else job.expert_imbalance
     _add_device_seconds(sums, model, job, gpu, batch, rate, accumulation, is_cpu, load, expert_ranks)
@@ -159,6 +163,13 @@ def step_time(
     loop_by_pass = _loop_seconds(job, counted, per_operator * (1.0 if is_cpu else c.LOOP_OPERATOR_FACTOR))
     loop_seconds = sum(loop_by_pass.values())
     calls = counted.quantized_linear_calls * c.OPERATORS_PER_QUANTIZED_CALL * per_operator
+    if gpu.probed and is_cpu:
+        trainer = c.TRAINER_OPERATORS * per_operator
+        if gpu.probed.optimizer_seconds_per_tensor:
+            trainer += _num_trained_tensors(model, job) * gpu.probed.optimizer_seconds_per_tensor * host_factor
+        host_by_pass["optimizer"] += trainer / accumulation
+        for which, products in _grouped_products(model, job, batch).items():
+            host_by_pass[which] += products * c.GROUP_OPERATORS * per_operator
     passes = 3 if job.gradient_checkpointing else 2
     for which in ("forward", "backward") if passes == 2 else _PASSES:
         host_by_pass[which] += calls / passes
@@ -293,21 +304,31 @@ def _add_device_seconds(
     expert_ranks: int,
 ) -> None:
     bandwidth = gpu.memory_bandwidth_bytes_per_second * (1.0 if is_cpu else c.BANDWIDTH_EFFICIENCY)
-    device = _Device(sums, rate, bandwidth, c.GEMM_HALF_ROWS, BYTES_PER_ELEMENT[compute_dtype(job)])
+    probed = (gpu.probed if is_cpu else None) or ProbedRates()
+    half_rows = c.GEMM_HALF_ROWS if probed.matmul_half_rows is None else probed.matmul_half_rows
+    device = _Device(sums, rate, bandwidth, half_rows, BYTES_PER_ELEMENT[compute_dtype(job)])
     family = model.family
     cache = None if is_cpu else (gpu.l2_cache_bytes or 0)
     for layer, adapted, count in plan_adapters(model, job).runs:
         _add_products(device, job, layer, adapted, count, batch, family)
         if load is not None and load != 1.0:
             _add_imbalance(device, job, layer, adapted, count, batch, family, load, expert_ranks)
-        _add_elementwise(device, model, job, layer, adapted, count, batch, cache)
+        if probed.elementwise_bytes_per_second and _is_eager_fp32(job):
+            _add_processor_elementwise(device, model, job, layer, adapted, count, batch, probed.elementwise_bytes_per_second)
+        else:
+            _add_elementwise(device, model, job, layer, adapted, count, batch, cache)
         if attention_kernel(job, layer) != "fused":
             # the score matrix goes through memory: product, scale, mask, softmax, cast, product
             moved = count * 24.0 * layer.attention.num_heads * batch.num_attended_pairs
             _add_traffic(device, job, "attention_scores", moved, 2 * moved)
-    _add_counted_flops(device, model, job, batch, rate if is_cpu else rate * c.ATTENTION_EFFICIENCY)
-    per_logit = c.LOSS_BYTES_PER_LOGIT[job.fused_loss or "stock"]
-    loss = per_logit * batch.num_head_tokens * model.vocab_size / bandwidth
+    attention_rate = rate if is_cpu else rate * c.ATTENTION_EFFICIENCY
+    if probed.attention_flops_per_second:
+        attention_rate = processor.at(probed.attention_flops_per_second, batch.context_tokens)
+    _add_counted_flops(device, model, job, batch, attention_rate)
+    num_logits = batch.num_head_tokens * model.vocab_size
+    loss = c.LOSS_BYTES_PER_LOGIT[job.fused_loss or "stock"] * num_logits / bandwidth
+    if probed.loss_seconds_per_logit and job.fused_loss is None:
+        loss = num_logits * processor.at(probed.loss_seconds_per_logit, 4.0 * num_logits)
     sums.add("forward", "head_and_loss", loss * 0.4, memory_bound=True)
     sums.add("backward", "head_and_loss", loss * 0.6, memory_bound=True)
     if job.quantization:
@@ -317,7 +338,10 @@ def _add_device_seconds(
     trained = num_trainable_params(model, job)
     trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
     moves = c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED
-    seconds = trained * moves[trained_bytes == 4] / bandwidth / accumulation / job.sharding.parts(1)
+    per_parameter = moves[trained_bytes == 4] / bandwidth
+    if probed.optimizer_seconds_per_parameter and trained_bytes == 4 and job.optim == "adamw_torch_fused":
+        per_parameter = probed.optimizer_seconds_per_parameter
+    seconds = trained * per_parameter / accumulation / job.sharding.parts(1)
     sums.add("optimizer", "optimizer", seconds, memory_bound=True)
 
 
@@ -383,6 +407,31 @@ def _expert_passes(job: ResolvedJob, adapted: LayerAdapters) -> dict[str, int]:
     return {"forward": 1, "recompute": int(job.gradient_checkpointing), "backward": 2 if trains_stack else 1}
 
 
+def _num_trained_tensors(model: ModelSpec, job: ResolvedJob) -> float:
+    """Tensors that the optimizer visits; the embedding, the last norm and the head are taken as three."""
+    runs = plan_adapters(model, job).runs
+    if job.is_peft:
+        pairs = sum(
+            count * (len(each.linears) + len(each.parameters) + each.num_experts * len(each.expert_linears))
+            for _, each, count in runs
+        )
+        return 2.0 * pairs
+    return 3.0 + sum(count * sum(1 for _ in layer.parameters()) for layer, _, count in runs)
+
+
+def _grouped_products(model: ModelSpec, job: ResolvedJob, batch: Batch) -> dict[str, float]:
+    """Products of one expert inside the grouped products of stacked experts, by pass."""
+    groups = dict.fromkeys(_PASSES, 0.0)
+    if job.experts_implementation == "eager":
+        return groups
+    for layer, adapted, count in plan_adapters(model, job).runs:
+        for experts in layer.all_experts:
+            hit, _ = _expert_rows(experts, batch, model.family)
+            for which, times in _expert_passes(job, adapted).items():
+                groups[which] += 2.0 * times * count * hit  # into the experts in one product, out of them in another
+    return groups
+
+
 def _add_imbalance(
     device: _Device,
     job: ResolvedJob,
@@ -430,6 +479,40 @@ def _add_traffic(device: _Device, job: ResolvedJob, group: str, forward_bytes: f
     if job.gradient_checkpointing:
         device.sums.add("recompute", group, forward_bytes / device.bytes_per_second, memory_bound=True)
     device.sums.add("backward", group, backward_bytes / device.bytes_per_second, memory_bound=True)
+
+
+def _is_eager_fp32(job: ResolvedJob) -> bool:
+    is_fused = job.torch_compile or job.use_liger_kernel
+    return stream_dtype(job) == "float32" and job.autocast_dtype is None and not is_fused
+
+
+def _add_processor_elementwise(
+    device: _Device,
+    model: ModelSpec,
+    job: ResolvedJob,
+    layer: Layer,
+    adapted: LayerAdapters,
+    count: int,
+    batch: Batch,
+    curve: Curve,
+) -> None:
+    """The same work on a probed processor: each operator by the rate at its tensor's size."""
+    tokens, has_dropout = batch.num_tokens, bool(job.lora_dropout)
+    moved = processor.moved_by_layer(layer, tokens, model.hidden_size, trains_norms=not job.is_peft)
+    moved += processor.moved_by_adapters(adapted.linears, tokens, has_dropout=has_dropout)
+    forward, backward = processor.seconds(moved, curve)
+    for experts in layer.all_experts:
+        hit, rows = _expert_rows(experts, batch, model.family)
+        # stacked experts are one tensor, a loop has one for each expert
+        times, together = (hit, rows) if job.experts_implementation == "eager" else (1.0, hit * rows)
+        moved = processor.moved_by_experts(experts, together)
+        moved += processor.moved_by_adapters(adapted.expert_linears, together, has_dropout=has_dropout)
+        into, back = processor.seconds(moved, curve)
+        forward, backward = forward + times * into, backward + times * back
+    device.sums.add("forward", "elementwise", count * forward, memory_bound=True)
+    if job.gradient_checkpointing:
+        device.sums.add("recompute", "elementwise", count * forward, memory_bound=True)
+    device.sums.add("backward", "elementwise", count * backward, memory_bound=True)
 
 
 def _add_elementwise(
@@ -508,7 +591,10 @@ def _add_counted_flops(device: _Device, model: ModelSpec, job: ResolvedJob, batc
 
 
 def _dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec) -> float:
-    """One weight from its codes to 16 bits: by the bytes it moves or by the integer instructions it takes."""
+    """One weight from its codes to 16 bits: as probed, else by the bytes it moves or by the integer instructions it takes."""
+    measured = gpu.probed.dequantisation_seconds_per_weight if gpu.probed else None
+    if measured and quantization in measured:
+        return measured[quantization]
     by_bytes = c.DEQUANTISATION_BYTES[quantization] / (gpu.memory_bandwidth_bytes_per_second * c.BANDWIDTH_EFFICIENCY)
     instructions = c.DEQUANTISATION_INSTRUCTIONS.get(quantization)
     if instructions is None or gpu.peak_fp32_flops_per_second is None or gpu.vendor != "NVIDIA":

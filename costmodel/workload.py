@@ -421,7 +421,7 @@ class Operators:
 
 # Operators of one decoder layer, counted by tracing the real modules (transformers 5.24, peft 0.21): dense Llama, what
 # query/key norms, stacked experts, an adapted linear and an adapted stack add. (forward, backward)
-_LAYER_OPERATORS = (207, 477)
+LAYER_OPERATORS = (207, 477)
 _QUERY_KEY_NORM_OPERATORS = (38, 90)
 _QUERY_KEY_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 _STACKED_EXPERTS_OPERATORS = (61, 71)
@@ -429,7 +429,7 @@ _ADAPTED_LINEAR_OPERATORS = (30, 63)
 _ADAPTED_PARAMETER_OPERATORS = (17, 29)
 _AUTOCAST_OPERATORS_PER_ADAPTED_LINEAR = 14
 _CHECKPOINT_OPERATORS_PER_LAYER = 30
-_MODEL_OPERATORS = (79, 111)
+MODEL_OPERATORS = (79, 111)
 _OPTIMIZER_OPERATORS = {"full": 54, "adapted_linear": 12}
 # One expert of a Python loop: its own three linears, activation and scatter; with adapters three pairs more.
 _EXPERT_OPERATORS = (30, 60)
@@ -439,12 +439,12 @@ _ADAPTED_EXPERT_OPERATORS = (3 * (30 + 14), 129)
 def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
     """Operators dispatched from Python; the host floor of an eager step is their number times a cost each."""
     adapters = plan_adapters(model, job)
-    forward, backward = (float(value) for value in _MODEL_OPERATORS)
+    forward, backward = (float(value) for value in MODEL_OPERATORS)
     layers_forward = optimizer = quantized = visits = loop_forward = loop_backward = 0.0
     recomputes = 1 if job.gradient_checkpointing else 0
     passes = 2 + recomputes
     for layer, adapted, count in adapters.runs:
-        each_forward, each_backward = (float(value) for value in _LAYER_OPERATORS)
+        each_forward, each_backward = (float(value) for value in LAYER_OPERATORS)
         if any(norm.name.endswith(_QUERY_KEY_NORMS) for norm in layer.norms):
             each_forward += _QUERY_KEY_NORM_OPERATORS[0]
             each_backward += _QUERY_KEY_NORM_OPERATORS[1]

@@ -156,6 +156,10 @@ def _given_gpu(gpu: str | Mapping[str, Any] | GpuSpec | None) -> str | Mapping[s
         return None
     if isinstance(gpu, str):
         from costmodel.catalog import find_gpu
+        from costmodel.probes import asks_for_probe, probed_device
+
+        if asks_for_probe(gpu):
+            return parse_gpu(probed_device(gpu)).model_dump(exclude_none=True)
 
         return find_gpu(gpu).name
     return parse_gpu(gpu).model_dump(exclude_none=True)

@@ -77,7 +77,7 @@ class FTCostCallback(TrainerCallback):
     projected total, and stop. ``profile_steps``: (first, last), such as
     (20, 25): put those steps under ``torch.profiler`` and record where their seconds go, by layer type and operator; they
     are left out of speed and projection. ``wandb_every``: "log" or "step". ``gpu``: a catalogue name, or a
-    described device (what ``probe_cpu()`` returns, say), in place of what is recognised. ``output_dir``: where
+    described device (``"probe"``: what ``ftcost probe`` stored), in place of what is recognised. ``output_dir``: where
     ``_ftcost/run.jsonl`` goes, if not the Trainer's. ``wandb_guard``: open the W&B run ourselves, offline if its server
     cannot be reached, so that this cannot end training. ``sinks``: in place of console and W&B.
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from costmodel.cli import COMMAND_SETTINGS, FITS, app, job_fields_from_flags, run, with_job_flags
+from costmodel.cli_flags import finite
 from costmodel.errors import CostModelError
 
 __all__ = ["app", "main"]
@@ -105,6 +106,39 @@ def calibrate_command(
     else:
         print(fitted.sentence())
     print(f"ftcost: wrote {path}; use it with --calibration {'auto' if out is None else path}", file=sys.stderr)
+    return FITS
+
+
+@app.command("probe")
+def probe_command(
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="cpu|cuda|cuda:N", help="Default: the first card, else the CPU.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="About how long to measure.", min=1, max=600, callback=finite)
+    ] = 20.0,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Of the CPU, as the training will have them. Default: torch's.", min=1)
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Default: where --gpu probe finds it.")] = None,
+    as_json: _Json = False,
+) -> int:
+    """Measure the device at hand, in under a minute: what it multiplies, moves and dispatches in a second, for --gpu probe."""
+    import datetime
+
+    from costmodel import probes
+    from ftcost_callback.probe import probe, summary
+
+    found = probe(device, seconds=seconds, num_threads=threads)
+    path = out or probes.default_path(found["name"])
+    probes.write_probe(path, found, created_on=datetime.date.today().isoformat())
+    if as_json:
+        from costmodel.report import to_json
+
+        print(to_json({"file": path, "device": found}))
+    else:
+        print(summary(found))
+    print(f"ftcost: wrote {path}; use it with --gpu probe{f':{path}' if out is not None else ''}", file=sys.stderr)
     return FITS
 
 

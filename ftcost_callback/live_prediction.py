@@ -15,7 +15,7 @@ from ftcost_callback.session_plan import Settings
 STEPS_BEFORE_SECOND_PREDICTION: Final = 20
 UNDESCRIBED_CPU: Final = (
     "trained on a CPU: neither its memory nor its time is predicted; gpu='H100' (say) predicts for that card, "
-    "gpu=ftcost_callback.probe.probe_cpu() for this processor"
+    "gpu='probe' after `ftcost probe` for this processor"
 )
 
 

@@ -3,8 +3,8 @@
 from ftcost_callback.probe import probe_cpu
 estimate_trainer(trainer, gpu=probe_cpu())
 
-A busy neighbour only ever makes a repeat slower, so the best of the repeats counts. Each rate is of work as a training step
-has it: results are kept as autograd keeps them, so that operands come from memory as often as they do there.
+The median of the repeats counts: what this machine usually does, its neighbours included, as a step of the run will meet them.
+Each rate is of work as a training step has it: operands come from memory as often as they do there.
 
 On a CPU this is run in the tests. The part for CUDA is written from torch's documentation and has not been run yet.
 """
@@ -12,9 +12,10 @@ On a CPU this is run in the tests. The part for CUDA is written from torch's doc
 from __future__ import annotations
 
 import datetime
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,8 +25,10 @@ from ftcost_callback.live_device import device_facts, versions
 
 _MATMUL_SIZE: Final = 1024  # 2.1 GFLOP: large enough for every core, small enough to repeat
 _CUDA_MATMUL_SIZE: Final = 8192  # 1.1 TFLOP
-_FEW_ROWS: Final = 16  # of a product that is held against a large one
-_FEW_ROWS_WIDTH: Final = 512
+_MANY_ROWS: Final = 1024
+_FEW_ROWS: Final = (16, 64)  # of products that are held against those of many rows
+_PRODUCT_WIDTH: Final = 512
+_PRODUCT_BYTES: Final = 96 * 2**20  # of operands, beyond most caches
 _COPY_BYTES: Final = 2**28  # far beyond any cache
 _MIB: Final = 2**20
 # Bytes of one tensor. glibc takes what is larger than 32 MiB fresh from the system each time (mallopt(3), M_MMAP_THRESHOLD),
@@ -41,23 +44,24 @@ _ATTENTION_UNITS: Final = 3.5  # products of a forward (2) and of a backward tha
 _LOSS_VOCABULARY: Final = 2048
 _LOSS_TOKENS: Final = (64, 512, 2048, 5120)  # 0.5 to 40 MiB of logits
 _OPTIMIZER_TENSORS: Final = 16
-_OPTIMIZER_ELEMENTS: Final = 2**18  # of each: 64 MiB of parameters, gradients and states, beyond most caches
+_OPTIMIZER_ELEMENTS: Final = 2**19  # of each: 128 MiB of parameters, gradients and states, beyond most caches
+_SMALL_TENSORS: Final = 64
 _QUANTIZED_SIZE: Final = 2048
-_PASSES_AT_ONCE: Final = 10
+_FEWEST_REPEATS: Final = 3
+_LAYERS: Final = 4  # of a tiny model
 _SMALL: Final = 8
 _BUSY: Final = 0.05  # share of the probe that waited for a processor, from which it is said
 # Shares of the time.
 _SHARES: Final = {
-    "fp32": 0.14,
-    "bf16": 0.1,
-    "fp16": 0.06,
-    "rows": 0.06,
+    "fp32": 0.12,
+    "bf16": 0.12,
+    "products": 0.12,
     "copy": 0.1,
     "elementwise": 0.16,
     "attention": 0.12,
     "loss": 0.12,
     "optimizer": 0.06,
-    "operator": 0.06,
+    "operator": 0.08,
     "dequantisation": 0.02,
 }
 
@@ -123,7 +127,7 @@ def probe_cpu(
         torch.set_num_threads(threads_before)
     say(
         f"ftcost: {_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s, "
-        f"{per_operator * 1e6:.2f} us an operator"
+        f"{_micro(per_operator)} us an operator"
     )
     _say_if_busy(waited, say)
     return _present(
@@ -177,7 +181,7 @@ def probe_cuda(device: str = "cuda", *, seconds: float = 20.0, say: _Say | None 
         "allocation_granularity_bytes": granularity,
         "context_bytes": bench.context_bytes(),
     }
-    say(f"ftcost: {_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s, {per_operator * 1e6:.2f} us an operator")
+    say(f"ftcost: {_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s, {_micro(per_operator)} us an operator")
     known = facts.get("gpu")
     sheet = find_gpu(known).model_dump(exclude_none=True) if isinstance(known, str) else {}
     return _present(
@@ -205,17 +209,21 @@ class _Bench:
     clock: _Clock
     say: _Say
 
-    def best_seconds(self, work: Callable[[], Any], share: float) -> float:
-        """Fewest seconds of one ``work()``, repeated until the share of the time is used; the first one warms up."""
+    def usual_seconds(self, work: Callable[[], Any], share: float, *, between: Callable[[], Any] | None = None) -> float:
+        """Median seconds of one ``work()``, repeated until the share of the time is used; the first one warms up.
+
+        ``between`` is done before each and not timed.
+        """
         start = self.clock()
         work()
-        best = None
-        while best is None or self.clock() - start < share * self.seconds:
+        taken: list[float] = []
+        while len(taken) < _FEWEST_REPEATS or self.clock() - start < share * self.seconds:
+            if between is not None:
+                between()
             before = self.clock()
             work()
-            taken = self.clock() - before
-            best = taken if best is None else min(best, taken)
-        return max(best, 1e-9)
+            taken.append(self.clock() - before)
+        return max(statistics.median(taken), 1e-9)
 
     def full(self, *shape: int, value: float = 0.5, **how: Any) -> Any:
         import torch
@@ -231,7 +239,7 @@ class _Bench:
         out = torch.empty_like(left)
         with torch.no_grad():
             try:
-                taken = self.best_seconds(lambda: torch.mm(left, right, out=out), _SHARES[stage])
+                taken = self.usual_seconds(lambda: torch.mm(left, right, out=out), _SHARES[stage])
             except RuntimeError:
                 return None
         return 2.0 * size**3 / taken
@@ -243,44 +251,57 @@ class _Bench:
         self.say("ftcost: memory bandwidth")
         source = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        return 2.0 * num_bytes / self.best_seconds(lambda: target.copy_(source), _SHARES["copy"])
+        return 2.0 * num_bytes / self.usual_seconds(lambda: target.copy_(source), _SHARES["copy"])
 
     def rates(self) -> dict[str, Any]:
         """What a step on a CPU has beside large products."""
         self.say("ftcost: small products, element-wise operators")
-        half_rows = self.matmul_half_rows()
+        rate, half_rows = self.products()
         elementwise = [(size, self.elementwise_rate(size)) for size in _ELEMENTWISE_BYTES]
         self.say("ftcost: attention, loss, optimizer")
         attention = [(tokens, self.attention_rate(tokens)) for tokens in _ATTENTION_TOKENS]
         loss = [(4 * tokens * _LOSS_VOCABULARY, self.loss_seconds_per_logit(tokens)) for tokens in _LOSS_TOKENS]
         return {
+            "matmul_flops_per_second": rate,
             "matmul_half_rows": half_rows,
             "elementwise_bytes_per_second": elementwise,
             "attention_flops_per_second": attention,
             "loss_seconds_per_logit": loss,
-            "optimizer_seconds_per_parameter": self.optimizer_seconds_per_parameter(),
+            "optimizer_seconds_per_parameter": self.optimizer_seconds(_OPTIMIZER_TENSORS, _OPTIMIZER_ELEMENTS)
+            / (_OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS),
+            "optimizer_seconds_per_tensor": self.optimizer_seconds(_SMALL_TENSORS, _SMALL) / _SMALL_TENSORS,
         }
 
-    def matmul_half_rows(self) -> float:
-        """Rows h such that a product of M rows runs at M / (M + h) of the rate of many rows."""
+    def products(self) -> tuple[float, float]:
+        """(FLOP/s of fp32 products of many rows, rows h such that M rows run at M / (M + h) of it).
+
+        Each product has operands that no cache holds, as layer after layer does: forward, the input's gradient, the weight's.
+        """
         import torch
 
-        width = _FEW_ROWS_WIDTH
-        weight = self.full(width, width)
+        width = _PRODUCT_WIDTH
 
-        def seconds_a_row(rows: int) -> float:
-            inputs = self.full(rows, width)
-            times = max(1, _MATMUL_SIZE // rows)
+        def rate(rows: int) -> float:
+            number = max(3, _PRODUCT_BYTES // (4 * width * (width + 2 * rows)))
+            weights = [self.full(width, width) for _ in range(number)]
+            inputs = [self.full(rows, width) for _ in range(number)]
+            outputs = [self.full(rows, width) for _ in range(number)]
 
             def work() -> None:
-                for _ in range(times):
-                    torch.mm(inputs, weight)
+                for weight, given, out in zip(weights, inputs, outputs, strict=True):
+                    torch.mm(given, weight.t(), out=out)
+                for weight, given, out in zip(weights, inputs, outputs, strict=True):
+                    torch.mm(out, weight, out=given)
+                for weight, given, out in zip(weights, inputs, outputs, strict=True):
+                    torch.mm(out.t(), given, out=weight)
+                    given.fill_(0.5)  # else the numbers grow without bound
 
-            return self.best_seconds(work, _SHARES["rows"] / 2) / times / rows
+            return 6.0 * rows * width**2 * number / self.usual_seconds(work, _SHARES["products"] / (1 + len(_FEW_ROWS)))
 
         with torch.no_grad():
-            few, many = seconds_a_row(_FEW_ROWS), seconds_a_row(_MATMUL_SIZE)
-        return max(0.0, _FEW_ROWS * (few / many - 1.0))
+            many = rate(_MANY_ROWS)
+            halves = [rows * (many / rate(rows) - 1.0) for rows in _FEW_ROWS]
+        return many, max(0.0, sum(halves) / len(halves))
 
     def elementwise_rate(self, num_bytes: int) -> float:
         """Bytes each second of a chain of products of tensors of ``num_bytes``: read one result, read an operand, write."""
@@ -299,7 +320,7 @@ class _Bench:
                 kept.append(hidden)
 
         with torch.no_grad():
-            taken = self.best_seconds(work, _SHARES["elementwise"] / len(_ELEMENTWISE_BYTES))
+            taken = self.usual_seconds(work, _SHARES["elementwise"] / len(_ELEMENTWISE_BYTES))
         return 3.0 * num_bytes * number / taken
 
     def attention_rate(self, tokens: int) -> float:
@@ -316,7 +337,7 @@ class _Bench:
             torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
 
         with torch.enable_grad():
-            taken = self.best_seconds(work, _SHARES["attention"] / len(_ATTENTION_TOKENS))
+            taken = self.usual_seconds(work, _SHARES["attention"] / len(_ATTENTION_TOKENS))
         forward = 4.0 * sequences * _ATTENTION_HEADS * _ATTENTION_HEAD_DIM * tokens**2 / 2
         return _ATTENTION_UNITS * forward / taken
 
@@ -324,54 +345,61 @@ class _Bench:
         """Seconds of a logit, written by its product, in the loss and in its gradient."""
         import torch
 
-        hidden = self.full(tokens, _SMALL, requires_grad=True)
-        head = self.full(_LOSS_VOCABULARY, _SMALL, value=0.1)
         labels = torch.arange(tokens, device=self.device) % _LOSS_VOCABULARY
 
         def work() -> None:
-            hidden.grad = None
-            logits = torch.nn.functional.linear(hidden, head)
-            torch.nn.functional.cross_entropy(logits.float(), labels).backward()
+            logits = self.full(tokens, _LOSS_VOCABULARY, requires_grad=True)  # fresh, as the head's product writes them
+            torch.nn.functional.cross_entropy(logits, labels).backward()
 
         with torch.enable_grad():
-            taken = self.best_seconds(work, _SHARES["loss"] / len(_LOSS_TOKENS))
+            taken = self.usual_seconds(work, _SHARES["loss"] / len(_LOSS_TOKENS))
         return taken / (tokens * _LOSS_VOCABULARY)
 
-    def optimizer_seconds_per_parameter(self) -> float:
-        """Seconds of one fp32 parameter: its gradient's norm, the clipping, and fused AdamW."""
+    def optimizer_seconds(self, num_tensors: int, num_elements: int) -> float:
+        """Seconds of a step of ``num_tensors`` fp32 tensors: the gradients' norm, the clipping, and fused AdamW."""
         import torch
 
-        weights = [torch.nn.Parameter(self.full(_OPTIMIZER_ELEMENTS)) for _ in range(_OPTIMIZER_TENSORS)]
+        weights = [torch.nn.Parameter(self.full(num_elements)) for _ in range(num_tensors)]
         for each in weights:
-            each.grad = self.full(_OPTIMIZER_ELEMENTS, value=1e-3)
+            each.grad = self.full(num_elements, value=1e-3)
         optimizer = torch.optim.AdamW(weights, lr=1e-6, fused=True)
 
         def work() -> None:
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
 
-        return self.best_seconds(work, _SHARES["optimizer"]) / (_OPTIMIZER_TENSORS * _OPTIMIZER_ELEMENTS)
+        return self.usual_seconds(work, _SHARES["optimizer"] / 2)
 
-    def seconds_per_operator(self) -> float:
-        """Seconds of one operator of a decoder layer whose arithmetic is next to nothing, forward and backward."""
+    def seconds_per_operator(self) -> float | None:
+        """Seconds of one operator of a decoder layer whose arithmetic is next to nothing; ``None`` without transformers.
+
+        Forward and backward of transformers' own Llama, over the operators that the time model counts for it.
+        """
         import torch
 
+        from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS
+
         self.say("ftcost: cost of an operator")
-        layer = _tiny_layer(self.device)
-        inputs = self.full(1, 4, _SMALL, requires_grad=True)
+        try:
+            from transformers import LlamaConfig, LlamaForCausalLM
+        except ImportError:
+            return None
 
-        def once() -> None:
-            layer(layer(inputs)).sum().backward()
-
-        def work() -> None:
-            for _ in range(_PASSES_AT_ONCE):
-                once()
-
-        with torch.enable_grad():
-            once()  # gradients then exist, and are added to as after the first micro-batch
-            number = _num_operators(once)
-            taken = self.best_seconds(work, _SHARES["operator"])
-        return taken / (_PASSES_AT_ONCE * number)
+        config = LlamaConfig(
+            vocab_size=_SMALL, hidden_size=_SMALL, intermediate_size=_SMALL, num_hidden_layers=_LAYERS,
+            num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=_SMALL, pad_token_id=0,
+        )  # fmt: skip
+        ids = torch.zeros(1, _SMALL // 2, dtype=torch.long, device=self.device)
+        large = self.full(_MATMUL_SIZE, _MATMUL_SIZE)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            model = LlamaForCausalLM(config).to(self.device)
+            taken = self.usual_seconds(
+                lambda: model(input_ids=ids, labels=ids).loss.backward(),
+                _SHARES["operator"],
+                between=lambda: torch.mm(large, large),  # a step's own products put other things into the caches
+            )
+        number = sum(MODEL_OPERATORS) + _LAYERS * sum(LAYER_OPERATORS)
+        return taken / number
 
     def dequantisation(self) -> dict[str, float] | None:
         """Seconds of a weight from NF4 codes to bf16; ``None`` where bitsandbytes is not installed or refuses."""
@@ -384,7 +412,7 @@ class _Bench:
         self.say("ftcost: dequantisation of NF4")
         try:
             codes, state = functional.quantize_4bit(self.full(_QUANTIZED_SIZE, _QUANTIZED_SIZE, dtype=torch.bfloat16), quant_type="nf4")
-            taken = self.best_seconds(lambda: functional.dequantize_4bit(codes, state), _SHARES["dequantisation"])
+            taken = self.usual_seconds(lambda: functional.dequantize_4bit(codes, state), _SHARES["dequantisation"])
         except (RuntimeError, NotImplementedError, ValueError):
             return None
         return {"nf4": taken / _QUANTIZED_SIZE**2}
@@ -408,63 +436,24 @@ class _Bench:
         return int(total - free - torch.cuda.memory_reserved(self.device))
 
 
-def _tiny_layer(device: Any) -> Any:
-    """A decoder layer in plain torch with the operators of Llama's: norms, rotation, attention, gated feed-forward."""
-    import torch
-    from torch import nn
-
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((_SMALL,), 1.0))
-
-        def forward(self, hidden: Any) -> Any:
-            variance = hidden.float().pow(2).mean(-1, keepdim=True)
-            return self.weight * (hidden * torch.rsqrt(variance + 1e-6))
-
-    def linear() -> Any:
-        made = nn.utils.skip_init(nn.Linear, _SMALL, _SMALL, bias=False)  # no random number is drawn
-        nn.init.constant_(made.weight, 0.125)
-        return made
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = Norm(), Norm()
-            self.q, self.k, self.v, self.o = (linear() for _ in range(4))
-            self.gate, self.up, self.down = (linear() for _ in range(3))
-
-        def rotated(self, states: Any) -> Any:
-            half = _SMALL // 4
-            turned = torch.cat((-states[..., half:], states[..., :half]), dim=-1)
-            return states * 0.5 + turned * 0.5
-
-        def forward(self, hidden: Any) -> Any:
-            states = self.before(hidden)
-            shape = (*states.shape[:-1], 2, _SMALL // 2)
-            query, key, value = (each(states).view(shape).transpose(1, 2) for each in (self.q, self.k, self.v))
-            mixed = nn.functional.scaled_dot_product_attention(self.rotated(query), self.rotated(key), value, is_causal=True)
-            hidden = hidden + self.o(mixed.transpose(1, 2).reshape(hidden.shape))
-            states = self.after(hidden)
-            return hidden + self.down(nn.functional.silu(self.gate(states)) * self.up(states))
-
-    return Layer().to(device)
-
-
-def _num_operators(work: Callable[[], Any]) -> int:
-    """Operators that ``work`` dispatches, counted as :func:`costmodel.workload.operators` counts them."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        number = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.number += 1
-            return func(*args, **(kwargs or {}))
-
-    with Count() as count:
-        work()
-    return count.number
+def summary(spec: Mapping[str, Any]) -> str:
+    """What was measured, in a few lines."""
+    probed = spec.get("probed", {})
+    lines = [spec["name"]]
+    for label, value, unit, scale in (
+        ("matrix products, fp32", spec.get("measured_fp32_matmul_flops_per_second"), "GFLOP/s", 1e-9),
+        ("matrix products, bf16", spec.get("measured_bf16_matmul_flops_per_second"), "GFLOP/s", 1e-9),
+        ("products as a step has them, fp32", probed.get("matmul_flops_per_second"), "GFLOP/s", 1e-9),
+        ("memory bandwidth", spec.get("memory_bandwidth_bytes_per_second"), "GB/s", 1e-9),
+        ("an operator", spec.get("seconds_per_operator"), "us", 1e6),
+        ("NF4 to bf16", probed.get("dequantisation_seconds_per_weight", {}).get("nf4"), "ns a weight", 1e9),
+        ("optimizer, clipping inside", probed.get("optimizer_seconds_per_parameter"), "ns a parameter", 1e9),
+        ("allocations are multiples of", probed.get("allocation_granularity_bytes"), "bytes", 1),
+        ("context", probed.get("context_bytes"), "MiB", 2**-20),
+    ):
+        if value is not None:
+            lines.append(f"  {label:34}{value * scale:>10.4g} {unit}")
+    return "\n".join(lines)
 
 
 def _source() -> str:
@@ -483,6 +472,10 @@ def _present(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _giga(rate: float | None) -> str:
     return "no" if rate is None else f"{rate / 1e9:.1f}"
+
+
+def _micro(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e6:.2f}"
 
 
 def _to_stderr(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from ftcost_callback.recorder import Phase, PhaseSeconds, StepRecorder, StepTimi
 from ftcost_callback.records import Step
 from ftcost_callback.step_clock import CudaStepClock, HostStepClock
 from ftcost_callback.token_counter import PendingTokens
+
+_log = logging.getLogger("ftcost_callback")
 
 
 @dataclass(slots=True)
@@ -111,7 +114,11 @@ class StepResolution:
         if phase == "forward":
             self._forward_begins()
         if self._tells_phases and not self._in_rollout and not self._is_captured():
-            self._boundary.call("phases", lambda: self._mark(phase))
+            try:
+                self._mark(phase)
+            except Exception:  # the clock's, which the end of the step meets again, and says
+                self._tells_phases = False
+                _log.debug("ftcost: phases are not told apart", exc_info=True)
 
     def _is_captured(self) -> bool:
         """The user records a CUDA graph: an event of ours would end that with an error."""

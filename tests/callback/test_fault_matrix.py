@@ -594,7 +594,7 @@ FAULTS = [
     Fault("clock runs backwards", "the clock", clock(lambda count: 1e6 - count * 10.0), 0),
     Fault("clock stands still", "the clock", clock(lambda count: 7.0), 0),
     Fault("clock jumps by a year", "the clock", clock(lambda count: count * 0.01 + (3e7 if count > 60 else 0)), 0),
-    Fault("clock throws", "the clock", clock(clock_that_throws)),
+    Fault("clock throws", "the clock", clock(clock_that_throws), 2),  # the part that read it first, then measuring itself
     Fault("wall clock in 1970", "time.time", wall_clock_in_1970, 0),
     Fault("sink throws", "the sink", sink_throws, 2),  # what failed, and that the sink is off
     Fault("token tensors fail", "torch.count_nonzero", sensor_throws("torch.count_nonzero")),

@@ -23,12 +23,14 @@ from costmodel.catalog import (
     list_prices,
     price_row_from_cells,
 )
+from costmodel.constants import LOSS_CHUNK_TOKENS
 from costmodel.dataset import read_dataset
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.errors import CostModelError
 from costmodel.estimation import Estimate, estimate
+from costmodel.held_memory import held_bytes, quantized_params
 from costmodel.hf_config import ModelSpec, model_spec_from_config
-from costmodel.memory import LOSS_CHUNK_TOKENS, held_bytes, loss_bytes, peak_memory, quantized_params
+from costmodel.memory import loss_bytes, peak_memory
 from costmodel.specs import parse_job
 from costmodel.units import GIB
 from costmodel.workload import Batch, flops, hardware_flops, model_flops, num_trainable_params

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from costmodel.catalog import find_model_config
 from costmodel.defaults import resolve
+from costmodel.held_memory import held_bytes
 from costmodel.hf_config import FAMILIES, model_spec_from_config
-from costmodel.memory import held_bytes, peak_device_bytes, peak_memory
+from costmodel.memory import peak_device_bytes, peak_memory
 from costmodel.specs import parse_job
 from costmodel.units import GIB
 from costmodel.workload import Batch

@@ -10,8 +10,9 @@ from costmodel.catalog import find_model_config
 from costmodel.constants import ALLOCATOR_OVERHEAD, CUDA_CONTEXT_BYTES, CUDA_CONTEXT_INTERVAL_BYTES, VARIABLE_LENGTH_HOLES
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.estimation import estimate
+from costmodel.held_memory import held_bytes
 from costmodel.hf_config import model_spec_from_config
-from costmodel.memory import MemoryBreakdown, held_bytes, job_class, loss_bytes, peak_memory
+from costmodel.memory import MemoryBreakdown, job_class, loss_bytes, peak_memory
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import parse_job
 from costmodel.units import GIB
