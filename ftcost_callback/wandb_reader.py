@@ -160,21 +160,21 @@ def _summary(values: Mapping[str, Any]) -> Summary | None:
     if not all(name in flat for name in _SUMMARY_REQUIRED):
         return None
     fields: dict[str, Any] = {}
-    ratios: dict[str, dict[str, float]] = {}
-    known = Summary.__dataclass_fields__
     for name, value in flat.items():
-        first, _, rest = name.partition("/")
-        if first == "measured_over_predicted" and "/" in rest:
-            basis, _, figure = rest.partition("/")
-            ratios.setdefault(basis, {})[figure] = float(value)
-        elif name in known:
-            fields[name] = value
+        *path, last = name.split("/")  # a mapping of the summary was sent as one key a value
+        if (path or [last])[0] not in Summary.__dataclass_fields__:
+            continue
+        inside = fields
+        for part in path:
+            inside = inside.setdefault(part, {})
+        # The service gives 2.0 back as 2; every figure inside measured_over_predicted is a ratio.
+        inside[last] = float(value) if path[:1] == ["measured_over_predicted"] else value
     missing = {
         name: 0.0
         for name in ("data_wait_seconds", "eval_seconds", "save_seconds", "log_seconds", "startup_seconds", "other_seconds")
         if name not in fields
     }
-    return Summary(**(missing | fields), measured_over_predicted=ratios or None)
+    return Summary(**(missing | fields))
 
 
 def _totals(summary: Summary | None) -> Totals:

@@ -263,6 +263,8 @@ def test_an_encoder_decoder_in_a_real_trainer(tmp_path: Path) -> None:
     )
     tiny_trainer(tmp_path, [callback()], model=model, max_steps=6).train()
     record = read_run(tmp_path)
-    # The labels are taken as they are: the decoder shifts its own input.
-    assert sum(step.num_non_padding_tokens or 0 for step in record.steps) == sum(LENGTHS)
+    # Encoder and decoder both compute. The labels are taken as they are: the decoder shifts its own input, and of the
+    # labels (here with the first two masked) those that are real are its tokens.
+    decoded = sum(max(0, length - 2) for length in LENGTHS)
+    assert sum(step.num_non_padding_tokens or 0 for step in record.steps) == sum(LENGTHS) + decoded
     assert sum(step.num_supervised_tokens or 0 for step in record.steps) == sum(max(0, length - 2) for length in LENGTHS)
