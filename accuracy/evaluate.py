@@ -353,7 +353,7 @@ def coverage_rows(runs: Sequence[Run], errors: Errors) -> list[str]:
 
 
 EVIDENCE_COLUMNS = [
-    *("run", "kind", "is_moe", "is_checkpointed", "gpu", "framework"),
+    *("run", "model", "kind", "is_moe", "is_checkpointed", "gpu", "framework"),
     *("active_params", "tokens", "measured_seconds", "estimated_seconds"),
 ]
 
@@ -370,6 +370,7 @@ def write_evidence(runs: Sequence[Run], errors: Errors) -> None:
             writer.writerow(
                 [
                     run.run_id,
+                    run.model.name,
                     job_kind(run.job),
                     "yes" if run.is_moe else "no",
                     "yes" if run.job.gradient_checkpointing else "no",
@@ -398,7 +399,9 @@ def front_page(runs: Sequence[Run], by_source: Errors, memory_rows: Sequence[tup
         lines.append(f"| step time, {name} | {len(some)} | {statistics.median(some):.1f} % | {quantile(some, 0.9):.0f} % |")
     for name, some_rows in (("configuration known", known(memory_rows)), ("any", memory_rows)):
         errors = [abs(percent(log_ratio)) for _, _, log_ratio in some_rows]
-        lines.append(f"| memory, {name} | {len(errors)} | {statistics.median(errors):.1f} % | {quantile(errors, 0.9):.0f} % |")
+        lines.append(
+            f"| memory, {name} | {len(errors)} | {statistics.median(errors):.1f} % | {quantile(errors, 0.9):.0f} % |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Probe this CPU, predict small fine-tunings, run them, and hold the two against each other: docs/cpu_proof.md.
 
     python benchmarks/cpu_proof.py [--steps 40] [--clock processor|wall] [--threads 1] [--json FILE] [--markdown FILE]
-                                   [--only llama-full ...] [--shapes report|choose]
+                                   [--only llama-full ...] [--most-tokens 4096] [--shapes report|choose]
 
 Each case is a real Trainer with FTCostCallback on a random model. It is predicted with the probe taken just before it, which
 never sees the run: ``uncalibrated``. Then the first 20 steps calibrate the model, and the steps after them are predicted:
@@ -13,12 +13,15 @@ machine the clock on the wall tells about its neighbours. With one thread and no
 ``--shapes choose`` are the models that the hand counts and constants were chosen on; the report's are others.
 """
 
+# ruff: noqa: E501 (rows of tables)
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -40,7 +43,7 @@ TARGET_UNCALIBRATED, TARGET_CALIBRATED = 0.20, 0.05
 FAMILIES = ("llama", "mixtral", "qwen3_moe")
 METHODS = ("full", "lora")
 BATCHES, LENGTHS = (1, 4, 16), (64, 256, 512)
-MOST_TOKENS = 4096  # a micro-batch of more takes too long here
+MOST_TOKENS = 4096  # of a micro-batch; more takes too long here
 SHAPES: dict[str, dict[str, Any]] = {
     "report": {
         "shared": {
@@ -121,12 +124,13 @@ def make_model(case: Case, shapes: dict[str, Any]) -> Any:
     return get_peft_model(made, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
 
 
-def run(case: Case, shapes: dict[str, Any], probed: dict[str, Any], steps: int, clock: Callable[[], float]) -> dict[str, Any]:
+def run(
+    case: Case, shapes: dict[str, Any], probed: dict[str, Any], steps: int, clock: Callable[[], float]
+) -> dict[str, Any]:
     """One training, and what was predicted of it."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from costmodel import calibration as calibrations
-    from costmodel.estimation import estimate
     from ftcost_callback import FTCostCallback
     from ftcost_callback.calibrating import steady_steps, steps_of_run
     from ftcost_callback.run_file import read_run
@@ -165,7 +169,7 @@ def run(case: Case, shapes: dict[str, Any], probed: dict[str, Any], steps: int, 
     # the same tokens: the prediction is of the data set's mean batch, the run of the batches it drew
     seen = estimate_on_tokens(record.sessions[-1].job, steady, case)
     early = dataclasses.replace(record, steps=record.steps[:CALIBRATION_STEPS])
-    late = [step for step in record.steps[CALIBRATION_STEPS:]]
+    late = record.steps[CALIBRATION_STEPS:]
     calibration = calibrations.fit(steps_of_run(early), created_on="", ftcost_version="")
     job = {**record.sessions[-1].job, "calibration": calibration.to_dict()}
     after = estimate_on_tokens(job, late, case)
@@ -210,14 +214,13 @@ def _printer(trainer: Any) -> Any:
     return next((each for each in trainer.callback_handler.callbacks if isinstance(each, PrinterCallback)), PrinterCallback)
 
 
-def cases(only: list[str] | None) -> Iterator[Case]:
-    for family in FAMILIES:
-        for method in METHODS:
-            for length in LENGTHS:
-                for batch in BATCHES:
-                    case = Case(family, method, batch, length)
-                    if batch * length <= MOST_TOKENS and (not only or case.name in only):
-                        yield case
+def cases(only: list[str] | None, most_tokens: int) -> Iterator[Case]:
+    """By size, so that models of each kind are run soon after one probe."""
+    for batch, length in sorted(itertools.product(BATCHES, LENGTHS), key=math.prod):
+        for family, method in itertools.product(FAMILIES, METHODS):
+            case = Case(family, method, batch, length)
+            if batch * length <= most_tokens and (not only or case.name in only):
+                yield case
 
 
 def share_within(errors: list[float], limit: float) -> str:
@@ -226,7 +229,11 @@ def share_within(errors: list[float], limit: float) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    kinds = {"uncalibrated_error": TARGET_UNCALIBRATED, "after_20_steps_error": TARGET_CALIBRATED, "projection_error": TARGET_CALIBRATED}
+    kinds = {
+        "uncalibrated_error": TARGET_UNCALIBRATED,
+        "after_20_steps_error": TARGET_CALIBRATED,
+        "projection_error": TARGET_CALIBRATED,
+    }
     found = {}
     for kind, limit in kinds.items():
         errors = [row[kind] for row in rows if row[kind] is not None]
@@ -260,7 +267,11 @@ def markdown(answer: dict[str, Any]) -> str:
         "| | bar | within | median | worst | mean |",
         "|---|---|---|---|---|---|",
     ]
-    for kind, label in (("uncalibrated_error", "uncalibrated"), ("after_20_steps_error", "after 20 steps"), ("projection_error", "projection at step 20")):
+    for kind, label in (
+        ("uncalibrated_error", "uncalibrated"),
+        ("after_20_steps_error", "after 20 steps"),
+        ("projection_error", "projection at step 20"),
+    ):
         each = found[kind]
         lines.append(
             f"| {label} | {each['limit']:.0%} | {each['within']} | {each['median_absolute']:.1%} | {each['worst']:+.1%} | {each['mean']:+.1%} |"
@@ -288,6 +299,7 @@ def main() -> int:
     parser.add_argument("--probe-seconds", type=float, default=8.0)
     parser.add_argument("--shapes", choices=sorted(SHAPES), default="report")
     parser.add_argument("--only", nargs="*", help="such as llama-full")
+    parser.add_argument("--most-tokens", type=int, default=MOST_TOKENS, help="of a micro-batch")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
@@ -306,12 +318,15 @@ def main() -> int:
     load_at_begin = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
-    probed_for: tuple[str, int] | None = None
-    for case in cases(options.only):
-        if probed_for != (case.name, case.length):
-            print(f"probing before {case.name} at {case.length} tokens", file=sys.stderr, flush=True)
-            probes.append(probe_cpu(seconds=options.probe_seconds, num_threads=options.threads, clock=clock, say=lambda line: None))
-            probed_for = (case.name, case.length)
+    probed_for: tuple[int, int] | None = None
+    facts = device_facts("cpu")
+    for case in cases(options.only, options.most_tokens):
+        if probed_for != (case.batch, case.length):
+            print(f"probing before batch {case.batch} of {case.length} tokens", file=sys.stderr, flush=True)
+            probes.append(
+                probe_cpu(seconds=options.probe_seconds, num_threads=options.threads, clock=clock, say=lambda line: None)
+            )
+            probed_for = (case.batch, case.length)
         row = run(case, SHAPES[options.shapes], probes[-1], options.steps, clock)
         rows.append(row)
         print(
@@ -321,22 +336,20 @@ def main() -> int:
             file=sys.stderr,
             flush=True,
         )
-    facts = device_facts("cpu")
-    answer = {
-        "date": datetime.date.today().isoformat(),
-        "machine": {
-            "processor": facts.get("name", platform.processor()), "processors": os.cpu_count(), "torch": torch.__version__,
-            "transformers": transformers.__version__, "load_at_begin": load_at_begin, "load_at_end": os.getloadavg()[0],
-        },
-        "clock": options.clock, "threads": options.threads, "steps": options.steps, "shapes": options.shapes,
-        "summary": summary(rows), "rows": rows, "probes": probes,
-    }  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
-    text = markdown(answer)
-    if options.markdown:
-        options.markdown.write_text(text, encoding="utf-8")
-    print(text)
+        answer = {
+            "date": datetime.date.today().isoformat(),
+            "machine": {
+                "processor": facts.get("name", platform.processor()), "processors": os.cpu_count(), "torch": torch.__version__,
+                "transformers": transformers.__version__, "load_at_begin": load_at_begin, "load_at_end": os.getloadavg()[0],
+            },
+            "clock": options.clock, "threads": options.threads, "steps": options.steps, "shapes": options.shapes,
+            "summary": summary(rows), "rows": rows, "probes": probes,
+        }  # fmt: skip
+        if options.json:
+            options.json.write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+        if options.markdown:  # written after each row: a run that is broken off still tells
+            options.markdown.write_text(markdown(answer), encoding="utf-8")
+    print(markdown(answer))
     return 0
 
 

@@ -444,6 +444,12 @@ class Applied:
         return {"file": self.file, "is_inside_range": self.is_inside, **{name: whole[name] for name in names}}
 
 
+def check_calibration(wanted: str | Mapping[str, Any]) -> None:
+    """Raises :class:`CostModelError` for a named file, or a content, that is no calibration."""
+    if wanted != AUTO:
+        read_calibration(wanted) if isinstance(wanted, str) else calibration_from_mapping(wanted)
+
+
 def find_calibration(
     wanted: str | Mapping[str, Any],
     model: ModelSpec,

@@ -7,7 +7,7 @@ from typing import Final
 
 from costmodel.defaults import ResolvedJob
 from costmodel.hf_config import ModelSpec
-from costmodel.lengths import LengthDistribution, longest_batch
+from costmodel.lengths import LengthDistribution, longest_batch, row_multiple
 from costmodel.memory import peak_device_bytes
 from costmodel.workload import Batch
 
@@ -109,9 +109,14 @@ def max_length_that_fits(
     on_cpu: bool = False,
     attended_tokens: int | None = None,
 ) -> int:
-    """The longest padded sequence, in tokens, that fits at this job's batch sizes, of training and of evaluation."""
+    """The longest padded sequence, in tokens, that fits at this job's batch sizes, of training and of evaluation.
 
-    def peak(tokens: int) -> int:
+    A multiple of ``pad_to_multiple_of`` where rows are padded to one, 0 where not even the first multiple fits.
+    """
+    multiple = row_multiple(job)
+
+    def peak(num_multiples: int) -> int:
+        tokens = num_multiples * multiple
         return peak_device_bytes(
             model,
             job,
@@ -121,7 +126,7 @@ def max_length_that_fits(
             evaluation=evaluation_batch(job, tokens, attended_tokens),
         )
 
-    return largest_that_fits(peak, capacity_bytes, MAX_SEQUENCE_TOKENS)
+    return multiple * largest_that_fits(peak, capacity_bytes, max(1, MAX_SEQUENCE_TOKENS // multiple))
 
 
 def share_of_batches_that_fit(dist: LengthDistribution, batch_size: int, longest_tokens_that_fit: int) -> float:

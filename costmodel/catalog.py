@@ -42,10 +42,11 @@ MAX_PRICE_FILE_BYTES: Final = 64 * MIB
 
 HUB_TIMEOUT_SECONDS: Final = 5.0
 
-_DESCRIBE_GPU: Final = (
-    "or describe it: --gpu-memory-gib 24 --gpu-bandwidth-gb-per-second 1000 --gpu-bf16-tflops 150 "
-    '(in a job: "gpu": {"name", "memory_bytes", "memory_bandwidth_bytes_per_second", "peak_bf16_flops_per_second"})'
+# Ways out by the names of a job's fields; the command line says its flags (costmodel/cli_run.py).
+DESCRIBE_GPU: Final = (
+    'in a job, "gpu": {"name", "memory_bytes", "memory_bandwidth_bytes_per_second", "peak_bf16_flops_per_second"}'
 )
+GIVE_PRICE: Final = "or give the price: usd_per_gpu_hour"
 
 
 def _read_table(*path: str) -> list[dict[str, str]]:
@@ -176,6 +177,33 @@ def _gpu_spec(name: str) -> GpuSpec:
     )
 
 
+@functools.cache
+def _l2_caches() -> Mapping[str, tuple[int, ...]]:
+    """Major compute capability -> the known cache sizes, small ones first. 8.6, 8.9 are generations of their own."""
+    found: dict[str, list[int]] = {}
+    for gpu in list_gpus():
+        if gpu.l2_cache_bytes is not None:
+            found.setdefault(_generation(gpu), []).append(gpu.l2_cache_bytes)
+    return {generation: tuple(sorted(sizes)) for generation, sizes in found.items()}
+
+
+def _generation(gpu: GpuSpec) -> str:
+    """``8.6`` and ``8.9`` differ in their caches; ``10.0`` and ``10.3`` (B200 and B300) are one die and its revision."""
+    capability = gpu.compute_capability
+    return capability.partition(".")[0] if gpu.vendor == "NVIDIA" and capability.startswith("10.") else capability
+
+
+def l2_cache_bytes(gpu: GpuSpec) -> int | None:
+    """The card's second-level cache; else the middle one of its generation's known ones; ``None``: none known.
+
+    Assumed, so that a card is not slower than its like only because its sheet is shorter.
+    """
+    if gpu.l2_cache_bytes is not None or not gpu.compute_capability:
+        return gpu.l2_cache_bytes
+    known = _l2_caches().get(_generation(gpu), ())
+    return known[len(known) // 2] if known else None
+
+
 def list_gpus() -> tuple[GpuSpec, ...]:
     """Every catalogued GPU, in the order of the table."""
     return tuple(_gpu_spec(entry.name) for entry in _gpu_entries())
@@ -193,7 +221,7 @@ def find_gpu(name: str) -> GpuSpec:
     matches = [entry for entry in entries if entry.is_named(words)] if set(words) - {"rtx"} else []
     if not matches:
         matches = [entry for entry in entries if _run_together(name) in entry.run_together]
-    way_out = _DESCRIBE_GPU
+    way_out = f"or describe it: {DESCRIBE_GPU}"
     if not matches and any(map(_says_a_model, words)):
         matches = [entry for entry in entries if entry.fits(words)]
         if matches and not any(entry.needed_words <= set(words) for entry in matches):
@@ -463,7 +491,7 @@ def find_cloud(name: str) -> str:
             return cloud
     if wanted in _CLOUD_ALIASES:
         return _CLOUD_ALIASES[wanted]
-    raise UnknownNameError("cloud", name, clouds, way_out="or give the price itself: --usd-per-gpu-hour")
+    raise UnknownNameError("cloud", name, clouds, way_out=GIVE_PRICE)
 
 
 def _bare(cloud: str) -> str:
@@ -496,9 +524,7 @@ def find_price(gpu: str | GpuSpec, *, cloud: str | None = None, tier: str | None
     wanted = f"{tier or 'on_demand'} price for {gpu_name}" + (f" at {cloud}" if cloud else "")
     known = sorted({(price.usd_per_gpu_hour, price.cloud, price.tier) for price in of_gpu})
     listing = ", ".join(f"{cloud_name} {tier_name} {usd:g}" for usd, cloud_name, tier_name in known) or "none"
-    raise CostModelError(
-        f"no dated {wanted}; known for this GPU (USD per GPU-hour): {listing}; or give it: --usd-per-gpu-hour"
-    )
+    raise CostModelError(f"no dated {wanted}; known for this GPU (USD per GPU-hour): {listing}; {GIVE_PRICE}")
 
 
 def age_days(as_of: str, today: datetime.date) -> int | None:

@@ -38,6 +38,7 @@ from costmodel.cli_flags import (
     with_job_flags,
 )
 from costmodel.cli_input import (
+    JobInput,
     as_job_mapping,
     effects_of_dataset,
     job_texts,
@@ -59,6 +60,7 @@ from costmodel.cli_run import (
     say,
     show_table,
     today,
+    while_read,
 )
 from costmodel.errors import CostModelError
 from costmodel.strict_json import parse_json
@@ -124,8 +126,7 @@ def estimate_command(
 
     imported, counted = told.imported, told.dataset
     answer = _with_spot(estimate(told.fields).to_dict(), spot)
-    filled = [name for name in (imported.assumed if imported else ()) if name not in fields]
-    answer |= {"warnings": [*told.warnings, *answer["warnings"]], "assumed": [*filled, *answer["assumed"]]}
+    answer |= {"warnings": [*told.warnings, *answer["warnings"]], "assumed": [*told.assumed, *answer["assumed"]]}
     tables = []
     if counted is not None:
         from costmodel.explain import dataset_tables
@@ -145,15 +146,16 @@ def estimate_command(
         from costmodel import plots
 
         plots.write_picture(plot, plots.estimate_svg(answer), title="ftcost estimate")
-    if as_json:
-        print(report.to_json(answer))
-    elif markdown:
-        print(report.to_markdown(answer, today=today()), end="")
-    else:
-        report.print_estimate(answer, sys.stdout, today=today())
-    for table in () if as_json else tables:
-        print()
-        show_table(table, markdown)
+    with while_read():
+        if as_json:
+            print(report.to_json(answer))
+        elif markdown:
+            print(report.to_markdown(answer, today=today()), end="")
+        else:
+            report.print_estimate(answer, sys.stdout, today=today())
+        for table in () if as_json else tables:
+            print()
+            show_table(table, markdown)
     if stale := _stale_price(answer):
         say(stale)
     if answer["verdict"] == "does_not_fit":
@@ -189,26 +191,36 @@ def _stale_price(answer: Mapping[str, Any]) -> str | None:
 
 def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_hours: float | None) -> list[str]:
     """A sentence for each limit that the point estimate passes. An unknown total cannot be held against one."""
-    from costmodel.formats import format_seconds, format_usd
+    from costmodel.formats import format_hours, format_usd
 
     excess = []
     spot = answer.get("spot") or {}
+    if spot and spot["expected_seconds"] is None and (budget_usd is not None or deadline_hours is not None):
+        return ["over the limit: with these interruptions the run has no bound in time or dollars"]
     if budget_usd is not None:
         usd = spot.get("expected_usd", answer["total_usd"])
         if usd is None:
-            raise CostModelError(
-                "--budget-usd needs a total in dollars: give a price, the lengths, and num_samples or max_steps"
-            )
+            raise CostModelError(f"--budget-usd needs a total in dollars: give {_missing_for_a_total(answer, 'a price')}")
         if usd > budget_usd:
             excess.append(f"over budget: {format_usd(usd)} of {format_usd(budget_usd)}")
     if deadline_hours is not None:
         seconds = spot.get("expected_seconds", answer["total_seconds"])
         if seconds is None:
-            raise CostModelError("--deadline-hours needs a total: give the lengths, and num_samples or max_steps")
+            raise CostModelError(f"--deadline-hours needs a total: give {_missing_for_a_total(answer)}")
         limit = deadline_hours * SECONDS_PER_HOUR
         if seconds > limit:
-            excess.append(f"over the deadline: {format_seconds(seconds)} of {format_seconds(limit)}")
+            excess.append(f"over the deadline: {format_hours(seconds)} of {format_hours(limit)}")
     return excess
+
+
+def _missing_for_a_total(answer: Mapping[str, Any], price: str = "") -> str:
+    """What an answer without a total lacks, in words; ``price``: what to call a price, where one is needed."""
+    job = answer["job"]
+    missing = [] if job.get("gpu") else ["a gpu"]
+    missing += [price] if price and not answer.get("price") else []
+    missing += [] if job.get("lengths") else ["the lengths"]
+    missing += [] if job.get("num_samples") or job.get("max_steps") else ["num_samples or max_steps"]
+    return ", ".join(missing) or "a gpu with a known rate for this type"
 
 
 def _estimate_lines(path: str, fields: Mapping[str, Any], *, strict: bool) -> int:
@@ -222,23 +234,24 @@ def _estimate_lines(path: str, fields: Mapping[str, Any], *, strict: bool) -> in
     num_wrong, num_answered, had_internal_error, stale = 0, 0, False, None
     # Only a line feed ends a line: JSON text may hold U+2028 and its like as they are.
     lines = standard_input() if path == "-" else iter(read_text(path).split("\n"))
-    for number, line in job_texts(lines):
-        try:
-            job = as_job_mapping(parse_json(line, f"line {number}"), f"line {number}")
-            answer = _with_spot(estimate({**job, **fields}).to_dict())
-            stale = stale or _stale_price(answer)
-            text = to_json(answer, indent=None)
-            num_answered += 1
-        except (CostModelError, ValidationError) as error:
-            num_wrong += 1
-            text = to_json({"error": error_text(error), "line": number}, indent=None)
-        except OverflowError:
-            num_wrong += 1
-            text = to_json({"error": TOO_LARGE, "line": number}, indent=None)
-        except Exception as error:  # a bug here must not cost the other answers
-            had_internal_error = True
-            text = to_json({"error": f"internal error: {error!r}", "line": number}, indent=None)
-        sys.stdout.write(text + "\n")
+    with while_read():
+        for number, line in job_texts(lines):
+            try:
+                job = as_job_mapping(parse_json(line, f"line {number}"), f"line {number}")
+                answer = _with_spot(estimate({**job, **fields}).to_dict())
+                stale = stale or _stale_price(answer)
+                text = to_json(answer, indent=None)
+                num_answered += 1
+            except (CostModelError, ValidationError) as error:
+                num_wrong += 1
+                text = to_json({"error": error_text(error), "line": number}, indent=None)
+            except OverflowError:
+                num_wrong += 1
+                text = to_json({"error": TOO_LARGE, "line": number}, indent=None)
+            except Exception as error:  # a bug here must not cost the other answers
+                had_internal_error = True
+                text = to_json({"error": f"internal error: {error!r}", "line": number}, indent=None)
+            sys.stdout.write(text + "\n")
     if not (num_wrong or num_answered or had_internal_error):
         raise CostModelError(f"{'standard input' if path == '-' else path} holds no job")
     if num_wrong:
@@ -282,7 +295,8 @@ def compare_command(
     **flags: Any,
 ) -> int:
     """The same job on every GPU with a dated price: which fits, how long, how many dollars. Exit code 3 if none fits."""
-    job, wanted_tiers = _job_and_tiers(file, flags, tiers, dataset, tokenizer)
+    told = _told_job(file, flags, dataset, tokenizer)
+    job, wanted_tiers = told.fields, _wanted_tiers(told.fields, tiers)
     spot = spot_terms(interruptions_per_hour, restart_seconds)
     if spot is not None and "spot" not in wanted_tiers:
         raise CostModelError("--interruptions-per-hour goes with --tiers spot")
@@ -296,37 +310,45 @@ def compare_command(
         from costmodel import plots
 
         plots.write_picture(plot, plots.comparison_svg(candidates), title="ftcost compare")
-    if form == "json":
-        print(report.to_json([candidate.to_dict() for candidate in candidates]))
-    elif form == "skypilot":
-        from costmodel.skypilot import resources_block
+    with while_read():
+        if form == "json":
+            print(report.to_json([candidate.to_dict() for candidate in candidates]))
+        elif form == "skypilot":
+            from costmodel.skypilot import can_rent, resources_block
 
-        print(resources_block(candidates if show_all else candidates[:_ROWS_SHOWN]), end="")
-    else:
-        every_offer = show_all or len(candidates) <= _ROWS_SHOWN
-        in_full = wide or form == "markdown"
-        table = report.comparison_table(candidates, by=by, today=today(), every_offer=every_offer, wide=in_full)
-        show_table(table, form == "markdown")
-        if not in_full:
-            for reason in dict.fromkeys(f"{each.gpu} cannot run it: {each.error}" for each in candidates if each.error):
-                say(reason)
+            candidates = candidates if show_all else candidates[:_ROWS_SHOWN]
+            print(resources_block(candidates), end="")
+        else:
+            every_offer = show_all or len(candidates) <= _ROWS_SHOWN
+            in_full = wide or form == "markdown"
+            table = report.comparison_table(candidates, by=by, today=today(), every_offer=every_offer, wide=in_full)
+            show_table(table, form == "markdown")
+            if not in_full:
+                for reason in dict.fromkeys(f"{each.gpu} cannot run it: {each.error}" for each in candidates if each.error):
+                    say(reason)
     _say_warnings(candidates)
-    if any(candidate.fits for candidate in candidates):
-        return FITS
-    say(report.fits_nowhere_sentence(candidates))
-    return DOES_NOT_FIT
+    if not any(candidate.fits for candidate in candidates):
+        say(report.fits_nowhere_sentence(candidates))
+        return DOES_NOT_FIT
+    if form == "skypilot" and not any(map(can_rent, candidates)):
+        say("SkyPilot rents none of the offers that fit: name other --gpus or --tiers, or leave out --cloud")
+        return DOES_NOT_FIT
+    return FITS
 
 
-def _job_and_tiers(
-    file: str | None, flags: Mapping[str, Any], tiers: str | None, dataset: str | None, tokenizer: str | None
-) -> tuple[dict[str, Any], list[str]]:
+def _told_job(file: str | None, flags: Mapping[str, Any], dataset: str | None, tokenizer: str | None) -> JobInput:
     told = read_job(file, job_fields_from_flags(flags), dataset, tokenizer)
     if told.dataset is not None:
         say(told.dataset.sentence)
-    for warning in told.warnings:
-        say(warning)
-    job = told.fields
-    return job, split_names(tiers) or ([job["tier"]] if job.get("tier") else ["on_demand"])
+    if told.warnings:
+        first, more = told.warnings[0], len(told.warnings) - 1
+        others = f" (and {more} more warning{'s' if more > 1 else ''}: ftcost estimate {file})" if more else ""
+        say(f"{first}{others}")
+    return told
+
+
+def _wanted_tiers(job: Mapping[str, Any], tiers: str | None) -> list[str]:
+    return split_names(tiers) or ([job["tier"]] if job.get("tier") else ["on_demand"])
 
 
 def _say_warnings(candidates: Iterable[Any]) -> None:
@@ -381,7 +403,8 @@ def optimize_command(
 ) -> int:
     """Which settings make this job cheaper, each alone and together. What the job fixes stays, and so does its batch."""
     one_format(None, as_json, markdown, ())
-    job, wanted_tiers = _job_and_tiers(file, flags, tiers, dataset, tokenizer)
+    told = _told_job(file, flags, dataset, tokenizer)
+    job, wanted_tiers = told.fields, _wanted_tiers(told.fields, tiers)
     spot = spot_terms(interruptions_per_hour, restart_seconds)
 
     from costmodel import report
@@ -396,15 +419,17 @@ def optimize_command(
         free=split_names(free) or (),
         free_batch=free_batch,
         allow_quantization=allow_quantization,
+        not_given=told.assumed,
         spot=spot,
         today=today(),
     )
-    if as_json:
-        print(report.to_json(result))
-    else:
-        for table in report.optimization_tables(result, today=today()):
-            show_table(table, markdown)
-            print()
+    with while_read():
+        if as_json:
+            print(report.to_json(result))
+        else:
+            for table in report.optimization_tables(result, today=today()):
+                show_table(table, markdown)
+                print()
     _say_warnings([result.best])
     if not result.best.fits:
         say("nothing fits that keeps what the job fixes; try --free all, --allow-quantization or other --gpus")

@@ -54,6 +54,12 @@ class JobInput:
     dataset: DatasetLengths | None
     warnings: tuple[str, ...]
 
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Fields that nobody gave: the default of the tool whose configuration it is."""
+        names = self.imported.assumed if self.imported is not None else ()
+        return tuple(name for name in names if name not in self.flags and name not in self.decided)
+
 
 def read_job(
     file: str | None, flags: Mapping[str, Any], dataset: str | None = None, tokenizer: str | None = None
@@ -176,7 +182,10 @@ def standard_input() -> Iterator[str]:
         raise CostModelError("standard input is closed; give a job file, or pipe one in")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8")  # as of files, whatever the terminal's is
-    for number, line in enumerate(iter(lambda: sys.stdin.readline(MAX_LINE_CHARACTERS + 1), ""), start=1):
-        if len(line) > MAX_LINE_CHARACTERS:
-            raise CostModelError(f"line {number} is longer than {MAX_LINE_CHARACTERS // 1_000_000} MB: not a job")
-        yield line
+    try:
+        for number, line in enumerate(iter(lambda: sys.stdin.readline(MAX_LINE_CHARACTERS + 1), ""), start=1):
+            if len(line) > MAX_LINE_CHARACTERS:
+                raise CostModelError(f"line {number} is longer than {MAX_LINE_CHARACTERS // 1_000_000} MB: not a job")
+            yield line
+    except UnicodeDecodeError:
+        raise CostModelError("standard input is not text in UTF-8") from None

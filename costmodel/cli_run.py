@@ -6,12 +6,14 @@ Exit codes: 0 fits or tight, 1 internal error, 2 wrong input (one line on stderr
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import io
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, TextIO
 
 import typer
@@ -40,7 +42,24 @@ def today() -> datetime.date:
 
 
 def say(message: str, stream: TextIO | None = None) -> None:
-    print(f"ftcost: {one_line(message)}", file=stream or sys.stderr)
+    """A message that nobody reads any more is dropped: the exit code says the same."""
+    try:
+        print(f"ftcost: {one_line(message)}", file=stream or sys.stderr, flush=True)
+    except BrokenPipeError:
+        _stop_writing(2)
+
+
+@contextlib.contextmanager
+def while_read() -> Iterator[None]:
+    """Around what prints an answer: where ``head`` or ``less`` closes the pipe the rest is dropped, and the command goes on.
+
+    So the exit code is the verdict's, whatever became of the text.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _stop_writing(1)
 
 
 TOO_LARGE: Final = "a number of the job or of the model's config is too large to compute with"
@@ -99,7 +118,8 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
         application.info.epilog = _version_text()
     try:
         code = _with_the_named_command(application, arguments)(args=arguments, prog_name="ftcost", standalone_mode=False)
-        sys.stdout.flush()
+        with while_read():
+            pass  # what is still in the buffer
         return code if isinstance(code, int) else FITS
     except (CostModelError, ValidationError) as error:
         say(error_text(error), stream)
@@ -107,18 +127,20 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        return _reader_is_gone()
+        _stop_writing(1)
+        return FITS
     except OverflowError:
         say(TOO_LARGE, stream)
         return WRONG_INPUT
     except OSError as error:
         where = f" {error.filename}" if error.filename else " the answer"
         say(f"cannot {'use' if error.filename else 'write'}{where}: {error.strerror or error}", stream)
-        _reader_is_gone()
+        _stop_writing(1)
         return WRONG_INPUT
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # typer met it first
-            return _reader_is_gone()
+            _stop_writing(1)
+            return FITS
         raise
     except Exception as error:
         # Typer before 0.20 raises click's exceptions, later ones its own copies: both know how to print themselves.
@@ -136,7 +158,15 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
 
 
 def error_text(error: Exception) -> str:
-    return validation_message(error) if isinstance(error, ValidationError) else str(error)
+    """The error's message; where it names fields of a job that are flags by other names, those."""
+    from costmodel.catalog import DESCRIBE_GPU, GIVE_PRICE
+
+    text = validation_message(error) if isinstance(error, ValidationError) else str(error)
+    text = text.replace(DESCRIBE_GPU, f"{_DESCRIBE_GPU_FLAGS} ({DESCRIBE_GPU})")
+    return text.replace(GIVE_PRICE, "or give the price: --usd-per-gpu-hour")
+
+
+_DESCRIBE_GPU_FLAGS: Final = "--gpu-memory-gib 24 --gpu-bandwidth-gb-per-second 1000 --gpu-bf16-tflops 150"
 
 
 def _prepare_streams() -> None:
@@ -159,8 +189,11 @@ def _with_the_named_command(application: typer.Typer, arguments: list[str] | Non
     return alone
 
 
-def _reader_is_gone() -> int:
-    """``head`` or ``less`` has closed the pipe: nothing left to say, and nothing went wrong."""
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
-    os.dup2(sys.stdout.fileno(), 1)
-    return FITS
+def _stop_writing(descriptor: int) -> None:
+    """Standard output (1) or error (2) leads nowhere from here on, for what Python flushes at its end too."""
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
+    os.dup2(nowhere.fileno(), descriptor)
+    if descriptor == 1:
+        sys.stdout = nowhere
+    else:
+        sys.stderr = nowhere

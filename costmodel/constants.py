@@ -77,8 +77,9 @@ LOOP_OPERATOR_FACTOR: Final = 2.0
 # sets of arXiv:2408.04693, with two experts a token and hardly with eight. Fitted; 6.5 to 7.4. No other family is seen to.
 EXPERTS_OF_PADDING: Final[dict[str, float]] = {"blackmamba": 7.0}
 # On a probed processor, in dispatched operators: what the Trainer and accelerate do in a step beside the model and the
-# optimizer (batch, schedule, callbacks: 1.2 ms where an operator took 1.6 us), and what each expert adds to a grouped product,
-# which is a loop over the experts inside one kernel (8 us: two views, a product). Measured once (docs/probe.md), not fitted.
+# optimizer (batch, schedule, callbacks: 1.2 ms where an operator took 1.6 us), and what each expert adds to a grouped
+# product, which is a loop over the experts inside one kernel (8 us: two views, a product). Measured once, on the models of
+# benchmarks/cpu_proof.py --shapes choose; not fitted.
 TRAINER_OPERATORS: Final = 750.0
 GROUP_OPERATORS: Final = 5.0
 # Dequantisation of one weight, each pass: bytes moved (codes and scales read, 16 bits written). GPTQ fitted (21 to 22, one
@@ -169,6 +170,9 @@ MEMORY_INTERVAL: Final[dict[str, tuple[float, float]]] = {
     "quantised": (0.99, 1.045),
     "unread": (0.95, 1.13),
 }
+# ... and of what a stack with kernels of its own (Unsloth) may save of activations, logits and temporary buffers, which are
+# counted as transformers'. Assumed from Unsloth's own claim (its README: up to 70 % less memory).
+OWN_KERNELS_SAVE_AT_MOST: Final = 0.7
 # ... and of the activations of a family that no real module was held against. Assumed.
 UNCHECKED_ACTIVATIONS_SHARE: Final = 0.3
 # From published figures: 141 MiB (a T4 process; fitcheck), 500 MiB and 650 MB (fitcheck's and gpu_poor's defaults),

@@ -67,7 +67,10 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         else:
             epochs = job.num_train_epochs
             steps = math.ceil(epochs * per_epoch)
-        micro_batches = epochs * (batches_per_epoch if keeps_partial_group else per_epoch * accumulation)
+        # steps are whole: only the last one of an epoch may be of fewer batches
+        of_epoch = batches_per_epoch if keeps_partial_group else min(batches_per_epoch, per_epoch * accumulation)
+        whole_epochs, steps_left = divmod(steps, per_epoch)
+        micro_batches = float(whole_epochs * of_epoch + steps_left * accumulation)
     eval_every = job.eval_steps if job.eval_steps is not None else 500
     num_evaluations = _occurrences(job.eval_strategy, eval_every, steps, epochs)
     num_saves = _occurrences(job.save_strategy, job.save_steps, steps, epochs)

@@ -25,6 +25,15 @@ LATEST: Final[dict[str, str]] = {"transformers": "5.24", "trl": "1.16"}
 OWN_KERNEL_FRAMEWORKS: Final = frozenset({"unsloth", "litgpt", "torchtune", "other"})
 """Frameworks that bring their own kernels or loops, of which nothing is modelled."""
 
+READ_STACKS: Final = frozenset({"transformers", "trl", "axolotl", "llamafactory", "litgpt"})
+"""Frameworks whose code was read or whose runs were measured."""
+
+
+def is_not_modelled(framework: str) -> bool:
+    """Whether it has kernels of its own that were neither read nor measured: it is counted as transformers."""
+    return framework in OWN_KERNEL_FRAMEWORKS and framework not in READ_STACKS
+
+
 _LORA_FIELDS: Final = (
     "lora_r",
     "lora_alpha",
@@ -309,7 +318,8 @@ def _refuse_contradictions(job: Job) -> None:
             raise CostModelError(
                 f"method full trains every weight and takes no {', '.join(given)}; leave them out, or use method lora"
             )
-    if job.padding_free and job.padding == "max_length":
+    # packed rows are full whatever the padding, so there it contradicts nothing
+    if job.padding_free and job.padding == "max_length" and not job.packing:
         raise CostModelError("padding_free has no padding and padding max_length pads every sample; leave one of them out")
     if job.save_strategy == "best" and job.eval_strategy in (None, "no"):
         raise CostModelError("save_strategy best needs evaluations to compare; set eval_strategy to steps or epoch")

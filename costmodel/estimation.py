@@ -261,6 +261,10 @@ def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
         from costmodel.calibration import find_calibration  # a plain estimate starts faster without it
 
         applied = find_calibration(parsed.calibration, model, resolved, gpu, tokens.expected, warnings.append)
+    elif parsed.calibration is not None:
+        from costmodel.calibration import check_calibration
+
+        check_calibration(parsed.calibration)
     factors = _factors(applied)
     step = step_time(model, resolved, gpu, tokens.expected, **factors) if gpu and tokens else None
     evidence: tuple[dict[str, Any], ...] = ()
@@ -358,9 +362,10 @@ def _memory(
     lengths: LengthDistribution | None,
     tokens: BatchTokens | None,
 ) -> MemoryBreakdown:
-    batch = tokens.longest if tokens else longest_batch(job, job.per_device_train_batch_size, job.max_length)
+    longest = longest_sequence(job, lengths)
+    batch = tokens.longest if tokens else longest_batch(job, job.per_device_train_batch_size, *longest)
     padded = _is_padded(job, tokens)
-    evaluation = evaluation_batch(job, *longest_sequence(job, lengths))
+    evaluation = evaluation_batch(job, *longest)
     memory = peak_memory(model, job, batch, is_padded=padded, on_cpu=_on_cpu(gpu), evaluation=evaluation)
     varies = lengths is not None and len(lengths.lengths) > 1 and not job.packing and job.padding != "max_length"
     low, high = memory_interval(
@@ -545,7 +550,8 @@ def _warn(
         warnings.append(
             f"{1 - fit.share_of_batches:.2%} of the batches would not fit "
             f"(one in {1 / (1 - fit.share_of_batches):,.0f}): the job would run until one comes, about step {first:,.0f}; "
-            f"cut samples at {fit.max_length} tokens or use batch size {fit.max_batch_size}"
+            f"cut samples at {fit.max_length} tokens"
+            + (f" or use batch size {fit.max_batch_size}" if fit.max_batch_size else "")
         )
     if model.is_moe and resolved.fused_experts and resolved.quantization in {"nf4", "fp4", "int8"}:
         size = sum(
@@ -627,11 +633,12 @@ def _answer(
     def usd(duration: float | None) -> float | None:
         return dollars(duration, price, job.num_gpus) if price and duration is not None else None
 
+    resolved = _resolved_mapping(parsed, job, gpu)
     return Estimate(
         schema_version=SCHEMA_VERSION,
         version=ftcost_version(),
-        job=_resolved_mapping(parsed, job, gpu),
-        assumed=described.assumed,
+        job=resolved,
+        assumed=tuple(name for name in described.assumed if name in resolved),
         defaults_of=defaults_source(job, parsed.framework_version),
         num_params=model.num_params,
         num_active_params=model.num_active_params,

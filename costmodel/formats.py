@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from costmodel.units import GIB, SECONDS_PER_HOUR
@@ -29,6 +30,17 @@ def format_seconds(seconds: float | None, like: float | None = None) -> str:
     if size < 2 * SECONDS_PER_HOUR:
         return f"{_digits(seconds / 60)} min"
     return f"{_digits(seconds / SECONDS_PER_HOUR)} h"
+
+
+def format_hours(seconds: float | None) -> str:
+    """Hours and nothing else, for a column or a sentence that compares; two digits below six minutes."""
+    if seconds is None:
+        return UNKNOWN
+    hours = seconds / SECONDS_PER_HOUR
+    if abs(hours) >= 999.5:
+        return f"{hours:,.0f} h"
+    decimals = 2 if abs(hours) >= 0.0995 or hours == 0 else 1 - math.floor(math.log10(abs(hours)))
+    return f"{hours:.{decimals}f} h"
 
 
 def _digits(value: float) -> str:

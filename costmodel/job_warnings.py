@@ -38,6 +38,12 @@ def _about_what_is_not_modelled(job: ResolvedJob) -> Iterator[str]:
             f"{sharding.by}: {split[sharding.stage]} are split over {sharding.num_gpus} GPUs (ZeRO-{sharding.stage}); this "
             "memory was held against no measured run and is less certain: try one step before you rely on it"
         )
+    if sharding.is_active and sharding.by == "fsdp" and sharding.stage >= 2 and job.gradient_accumulation_steps > 1:
+        yield (
+            "fsdp with gradient_accumulation_steps: gradients are held whole on each GPU until the last micro-batch "
+            "(no_sync) and only then split; use gradient_accumulation_steps 1 with a larger micro-batch, or set "
+            "sync_each_batch in accelerator_config's gradient_accumulation_kwargs, which is not modelled"
+        )
     if sharding.offloads:
         yield (
             f"{sharding.by} moves states to the host: that is not modelled, memory is counted as if they stayed on the GPU "

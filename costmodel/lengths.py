@@ -296,17 +296,26 @@ def _head_positions(job: ResolvedJob, num_sequences: float, num_tokens: float) -
 def longest_sequence(job: ResolvedJob, dist: LengthDistribution | None) -> tuple[int, int]:
     """(tokens of the longest row, tokens that each of them attends to at most): by the data, else by ``max_length``."""
     if dist is None:
-        return job.max_length, job.max_length
+        row = padded_row(job, job.max_length)
+        return row, row
     if job.packing:  # attention stays inside each document when the rows are padding-free
         return job.max_length, dist.longest_tokens if job.padding_free else job.max_length
     if job.padding_free:
         return dist.longest_tokens, dist.longest_tokens
-    row = (
-        job.max_length
-        if job.padding == "max_length"
-        else -(-dist.longest_tokens // job.pad_to_multiple_of) * (job.pad_to_multiple_of)
-    )
+    row = job.max_length if job.padding == "max_length" else padded_row(job, dist.longest_tokens)
     return row, row
+
+
+def padded_row(job: ResolvedJob, tokens: int) -> int:
+    """``tokens`` up to the next multiple that rows are padded to."""
+    multiple = row_multiple(job)
+    return -(-tokens // multiple) * multiple
+
+
+def row_multiple(job: ResolvedJob) -> int:
+    """What the length of a padded row is a multiple of, in tokens; rows of ``max_length`` and rows without padding: 1."""
+    is_rounded = job.padding != "max_length" and not (job.packing or job.padding_free)
+    return job.pad_to_multiple_of if is_rounded else 1
 
 
 def longest_batch(job: ResolvedJob, size: int, sequence_tokens: int, attended_tokens: int | None = None) -> Batch:

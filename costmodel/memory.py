@@ -38,7 +38,8 @@ class MemoryBreakdown:
     peak_device_bytes_low: int | None = None
     peak_device_bytes_high: int | None = None
     capacity_bytes: int | None = None
-    device_bytes_by_phase: Mapping[str, int] | None = None  # what the card shows at the worst moment of each phase
+    # what the card shows at the worst moment of each phase; the largest is peak_device_bytes
+    device_bytes_by_phase: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +147,11 @@ def peak_memory(
     held = plan.held
     fixed = held.static_bytes + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
     context = 0 if on_cpu else CUDA_CONTEXT_BYTES
-    # weights and states lie densely; the gaps are between what comes and goes
-    overhead = 0.0 if on_cpu else ALLOCATOR_OVERHEAD[job_class(job)]
-    allocated, reserved = fixed + worst.total, fixed + worst.total * (1 + overhead)
-    by_phase: dict[str, float] = {}
+    by_phase: dict[str, float] = {}  # what is reserved at its worst moment
     for moment in moments:
-        by_phase[moment.phase] = max(moment.total, by_phase.get(moment.phase, 0.0))
+        reserved = fixed + moment.total + (0.0 if on_cpu else _gap_bytes(job, moment))
+        by_phase[moment.phase] = max(reserved, by_phase.get(moment.phase, 0.0))
+    allocated, most_reserved = fixed + worst.total, max(by_phase.values())
     return MemoryBreakdown(
         weights_bytes=held.weights_bytes,
         adapters_bytes=held.adapters_bytes,
@@ -163,9 +163,9 @@ def peak_memory(
         context_bytes=context,
         peak_phase=worst.phase,
         peak_allocated_bytes=int(allocated),
-        peak_reserved_bytes=int(reserved),
-        peak_device_bytes=int(reserved) + context,
-        device_bytes_by_phase={phase: int(fixed + total * (1 + overhead)) + context for phase, total in by_phase.items()},
+        peak_reserved_bytes=int(most_reserved),
+        peak_device_bytes=int(most_reserved) + context,
+        device_bytes_by_phase={phase: int(reserved) + context for phase, reserved in by_phase.items()},
     )
 
 
@@ -180,11 +180,11 @@ def peak_device_bytes(
 ) -> int:
     """``peak_memory(...).peak_device_bytes`` alone, for searches."""
     plan = _plan(model, job, is_padded)
-    worst = max(moment.total for moment in _moments(model, job, plan, batch, evaluation=evaluation))
+    moments = _moments(model, job, plan, batch, evaluation=evaluation)
     if on_cpu:
-        return int(plan.held.static_bytes + worst)
-    allocated = plan.held.static_bytes + worst + CUBLAS_WORKSPACE_BYTES
-    return int(allocated + ALLOCATOR_OVERHEAD[job_class(job)] * worst) + CUDA_CONTEXT_BYTES
+        return int(plan.held.static_bytes + max(moment.total for moment in moments))
+    fixed = plan.held.static_bytes + CUBLAS_WORKSPACE_BYTES
+    return int(max(fixed + moment.total + _gap_bytes(job, moment) for moment in moments)) + CUDA_CONTEXT_BYTES
 
 
 def loss_bytes(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
@@ -199,6 +199,18 @@ def job_class(job: ResolvedJob) -> str:
     if not job.is_peft:
         return "full"
     return "lora_checkpointed" if job.gradient_checkpointing and not inputs_escape_checkpoints(job) else "lora"
+
+
+def _gap_bytes(job: ResolvedJob, moment: _Moment) -> float:
+    """What the caching allocator holds beyond what is allocated at a moment: a share of what comes and goes.
+
+    Weights and states lie densely. An evaluation has no backward and computes nothing again, so it leaves the gaps of a job
+    without checkpointing.
+    """
+    name = job_class(job)
+    if moment.phase == "evaluation" and name == "lora_checkpointed":
+        name = "lora"
+    return ALLOCATOR_OVERHEAD[name] * moment.total
 
 
 def _moments(

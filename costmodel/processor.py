@@ -8,6 +8,7 @@ what they were checked against.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ _FAN_IN = 12.0  # the gradient of an input that several linears read is added up
 _ROTATION = (44.0, 68.0)
 _GATED_ACTIVATION = (20.0, 36.0)
 _ACTIVATION = (8.0, 12.0)
-_EXPERT_ROW = (28.0, 46.0)  # gather, weight, scatter, sum over the experts of a token
+_KEPT_KEYS = (8.0, 0.0)  # use_cache: keys and values are put behind an empty cache
+_EXPERT_GRADIENT = (0.0, 8.0)  # of each weight into the experts: the experts' gradients are put into one tensor
+_EXPERT_ROW = (28.0, 66.0)  # gather, weight, scatter, sum over the experts of a token
 _ADAPTER_OUT = (20.0, 8.0)  # scaled, added
 _ADAPTER_IN = (0.0, 12.0)  # the input's gradient is added to the base's
 _DROPOUT = (9.0, 13.0)
@@ -44,10 +47,10 @@ def at(curve: Sequence[tuple[float, float]], size: float) -> float:
     """The curve at ``size``: a line on logarithmic axes between two measured sizes, the nearest one outside."""
     if size <= curve[0][0]:
         return curve[0][1]
-    for (small, low), (large, high) in zip(curve, curve[1:], strict=False):
+    for (small, low), (large, high) in itertools.pairwise(curve):
         if size <= large:
             share = math.log(size / small) / math.log(large / small)
-            return low * (high / low) ** share
+            return low * math.exp(share * math.log(high / low))
     return curve[-1][1]
 
 
@@ -63,7 +66,9 @@ def seconds(moved: Iterable[Moved], curve: Sequence[tuple[float, float]]) -> tup
     return forward, backward
 
 
-def moved_by_layer(layer: Layer, tokens: float, hidden_size: int, *, trains_norms: bool) -> list[Moved]:
+def moved_by_layer(
+    layer: Layer, tokens: float, hidden_size: int, *, trains_norms: bool, keeps_keys: bool = True
+) -> list[Moved]:
     """Element-wise work of one layer outside experts and adapters."""
     attention = layer.attention
     has_mixer = bool(attention.num_heads or layer.scan)
@@ -77,6 +82,8 @@ def moved_by_layer(layer: Layer, tokens: float, hidden_size: int, *, trains_norm
     readers = 2.0 * bool(attention.num_heads) + float(layer.is_gated and bool(layer.mlp_width))
     moved.append(Moved(tokens, hidden_size, 0.0, _FAN_IN * readers))
     moved += [Moved(tokens, width, *_ROTATION) for width in (attention.query_width, attention.kv_width)]
+    if keeps_keys:
+        moved += [Moved(tokens, attention.kv_width, *_KEPT_KEYS)] * 2
     if layer.scan:
         moved.append(Moved(tokens, layer.scan.channels, 48.0, 96.0))
     moved.append(Moved(tokens, layer.mlp_width, *(_GATED_ACTIVATION if layer.is_gated else _ACTIVATION)))
@@ -87,6 +94,12 @@ def moved_by_experts(experts: Experts, rows: float) -> list[Moved]:
     """Element-wise work of routed experts on ``rows`` rows in one tensor, a row being a token in one of its experts."""
     activation = _GATED_ACTIVATION if experts.is_gated else _ACTIVATION
     return [Moved(rows, experts.intermediate_size, *activation), Moved(rows, experts.hidden_size, *_EXPERT_ROW)]
+
+
+def moved_by_expert_gradients(experts: Experts) -> list[Moved]:
+    """What a grouped product adds to its backward where the experts' weights are trained."""
+    width = experts.hidden_size * experts.intermediate_size * (experts.num_matrices - 1)
+    return [Moved(experts.num_experts, width, *_EXPERT_GRADIENT)]
 
 
 def moved_by_adapters(adapted: Iterable[AdaptedLinear], rows: float, *, has_dropout: bool) -> list[Moved]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from costmodel.catalog import age_days, smallest_gpu_that_holds, stale_price_warning
+from costmodel.defaults import is_not_modelled
 from costmodel.errors import CostModelError
-from costmodel.formats import UNKNOWN, format_count, format_gib, format_percent, format_seconds, format_usd
+from costmodel.formats import UNKNOWN, format_count, format_gib, format_hours, format_percent, format_seconds, format_usd
 
 if TYPE_CHECKING:
     from costmodel.estimation import Estimate
@@ -145,7 +146,11 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
             ways_out.append("not even a batch of 1 fits")
         if length:
             ways_out.append(f"longest sequence that fits is {length} tokens")
-    return sentence + ", ".join([*ways_out, _smallest_card(answer)])
+    sentence += ", ".join([*ways_out, _smallest_card(answer)])
+    stack = str(answer["job"].get("framework"))
+    if is_not_modelled(stack):
+        sentence += f"; counted as transformers: {stack} itself is not modelled and may need less"
+    return sentence
 
 
 def _smallest_card(answer: Mapping[str, Any]) -> str:
@@ -183,7 +188,9 @@ def headline(answer: Mapping[str, Any]) -> str:
     if not job.get("gpu"):
         return f"{what}: no GPU named"
     verdict = str(answer.get("verdict") or UNKNOWN).replace("_", " ")
-    return f"{what}, {job.get('num_gpus', 1)} x {gpu_name(answer)}: {verdict}"
+    stack = job.get("framework")
+    counted_as = f", counted as transformers: {stack} itself is not modelled" if stack and is_not_modelled(stack) else ""
+    return f"{what}, {job.get('num_gpus', 1)} x {gpu_name(answer)}: {verdict}{counted_as}"
 
 
 def _tables(answer: Mapping[str, Any], today: datetime.date | None) -> list[Table]:
@@ -216,6 +223,8 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
             + (f", peak in {memory['peak_phase']}" if memory.get("peak_phase") else ""),
         ),
     ]
+    if reason := _why_memory_may_be_far_off(answer):
+        rows.append(("", reason))
     if answer.get("max_batch_size") is not None:
         length = answer.get("max_length_that_fits")
         largest = f"batch {answer['max_batch_size']}" if answer["max_batch_size"] else "not even a batch of 1"
@@ -258,6 +267,23 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
     return rows
 
 
+def _why_memory_may_be_far_off(answer: Mapping[str, Any]) -> str:
+    """What makes an interval of the memory wide, where an end of it is far from the estimate; else ``""``."""
+    memory, job = answer.get("memory") or {}, answer["job"]
+    peak, low, high = (memory.get(f"peak_device_bytes{end}") for end in ("", "_low", "_high"))
+    if not peak or low is None or high is None:
+        return ""
+    if low < _FAR_BELOW * peak and is_not_modelled(str(job.get("framework"))):
+        return f"low end: what {job['framework']}'s own kernels may save"
+    if high > _FAR_ABOVE * peak and job.get("lengths") and not job.get("packing") and job.get("padding") != "max_length":
+        return "high end: batches of varying length may leave holes in torch's cache (given back when the card is full)"
+    return ""
+
+
+_FAR_BELOW: Final = 0.85
+_FAR_ABOVE: Final = 1.25
+
+
 def _calibration_text(used: Mapping[str, Any]) -> str:
     """``"a40.json of 2026-09-30: device x 1.12, host x 0.94; the batch is outside the measured ones"``."""
     factors = f"device x {used['device_factor']:.2f}, host x {used['host_factor']:.2f}"
@@ -269,6 +295,8 @@ def _calibration_text(used: Mapping[str, Any]) -> str:
 
 def _spot_text(spot: Mapping[str, Any]) -> str:
     """``"$3.20, 7.9 h: 0.40 interruptions, 6 min of work lost and 2 min of restarts"``."""
+    if spot["expected_seconds"] is None:
+        return "no bound: interruptions come before the loss of the last one is made up"
     return (
         f"{format_usd(spot['expected_usd'])}, {format_seconds(spot['expected_seconds'])}: "
         f"{spot['num_interruptions']:.2f} interruptions expected, {format_seconds(spot['lost_seconds'])} of work lost and "
@@ -307,6 +335,8 @@ def _memory_table(answer: Mapping[str, Any]) -> list[Table]:
     terms = [(label, memory[name]) for name, label in MEMORY_TERMS if memory.get(name)]
     if not terms:
         return []
+    if (unused := (memory.get("peak_reserved_bytes") or 0) - (memory.get("peak_allocated_bytes") or 0)) > 0:
+        terms.append(("reserved, not in use", unused))
     terms.sort(key=lambda term: -term[1])
     rows = [(label, format_gib(size), format_percent(size / peak) if peak else "") for label, size in terms]
     rows += [
@@ -355,14 +385,19 @@ def _evidence_table(answer: Mapping[str, Any]) -> list[Table]:
     rows = tuple(
         (
             str(item.get("run", "")),
-            f"{item['measured']:.4g}" if item.get("measured") is not None else UNKNOWN,
-            f"{item['estimated']:.4g}" if item.get("estimated") is not None else UNKNOWN,
+            ", ".join(str(item[name]) for name in ("model", "kind", "gpu") if item.get(name)),
+            format_seconds(item.get("measured")),
+            format_seconds(item.get("estimated"), like=item.get("measured")),
             f"{item['distance']:.2f}" if item.get("distance") is not None else UNKNOWN,
         )
         for item in answer.get("evidence") or ()
     )
-    columns = ("run", "measured", "estimated", "distance")
-    return [Table("Nearest measured runs", rows, columns, numeric=(1, 2, 3))] if rows else []
+    columns = ("run", "what", "measured", "estimated", "distance")
+    title = (
+        "Nearest measured runs: time of an optimizer step there, and as estimated\n"
+        "distance: 0 is alike; 1 a factor of four in parameters or tokens, another method, or another card and stack"
+    )
+    return [Table(title, rows, columns, numeric=(2, 3, 4))] if rows else []
 
 
 def _lists(answer: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
@@ -461,7 +496,7 @@ def _narrow_row(each: Candidate, today: datetime.date | None) -> tuple[str, ...]
     return (
         "*" if each.on_pareto_front else "",
         _short_gpu(each.gpu),
-        format_seconds(each.total_seconds) if each.fits else "too small" if answer else "cannot run",
+        format_hours(each.total_seconds) if each.fits else "too small" if answer else "cannot run",
         format_usd(each.total_usd) if each.fits else "",
         format_usd(each.bill_usd_per_hour).removeprefix("$") if price else "",
         _short_offer(price) if price else "no price",
@@ -505,9 +540,9 @@ def _wide_row(each: Candidate, today: datetime.date | None) -> tuple[str, ...]:
     memory = answer.get("memory") or {}
     price = each.price
     offer = " ".join(part for part in (price.cloud, price.product, price.tier) if part) if price else "no price"
-    time_text, cost_text = _seconds_interval(answer, "total_seconds"), _interval(answer, "total_usd", format_usd)
+    time_text, cost_text = _interval(answer, "total_seconds", format_hours), _interval(answer, "total_usd", format_usd)
     if each.spot is not None:
-        time_text = f"{format_seconds(each.total_seconds)} with interruptions"
+        time_text = f"{format_hours(each.total_seconds)} with interruptions"
         cost_text = f"{format_usd(each.total_usd)} with interruptions"
     return (
         "*" if each.on_pareto_front else "",
@@ -557,10 +592,16 @@ def optimization_tables(result: OptimizeResult, *, today: datetime.date | None =
         (
             settings_text(change.settings),
             format_saving(change.saves_usd, format_usd),
-            format_saving(change.saves_seconds, format_seconds),
+            format_saving(change.saves_seconds, format_hours),
             format_saving(change.saves_bytes, format_gib),
             str(change.estimate.verdict or "").replace("_", " "),
-            "; ".join([*([f"not done without --free {','.join(change.held)}"] if change.held else []), *change.needs]),
+            "; ".join(
+                [
+                    *(["pays only with the others of the best"] if change.only_with_others else []),
+                    *([f"not done without --free {','.join(change.held)}"] if change.held else []),
+                    *change.needs,
+                ]
+            ),
         )
         for change in result.changes
     )
@@ -604,9 +645,9 @@ def _before_and_after(result: OptimizeResult, today: datetime.date | None) -> Ta
         ),
         (
             "time",
-            format_seconds(start.total_seconds),
-            format_seconds(best.total_seconds),
-            format_saving(result.saves_seconds, format_seconds),
+            format_hours(start.total_seconds),
+            format_hours(best.total_seconds),
+            format_saving(result.saves_seconds, format_hours),
         ),
         ("memory", format_gib(peaks[0]), format_gib(peaks[1]), format_saving(result.saves_bytes, format_gib)),
     ]

@@ -33,6 +33,8 @@ INDIFFERENT: Final = 0.005
 # A packed row holds a whole number of samples only on average: so far may the samples of a step move.
 EFFECTIVE_BATCH_TOLERANCE: Final = 0.25
 _NO_EFFECT: Final = 0.002
+# Below this share of time and memory a change is not worth a line of its own.
+_WORTH_A_LINE: Final = 0.01
 _MAX_GPUS_IN_DEPTH: Final = 4
 
 BATCH: Final = "batch"
@@ -105,7 +107,8 @@ class Change:
     """One change to the job and what it alone saves (negative: costs), against the job as given on the same GPU.
 
     ``held`` names the fields among ``settings`` that stay unless freed (given in the job, or trained weights in 16 bit):
-    told, but not part of the best combination.
+    told, but not part of the best combination. ``only_with_others``: alone it moves less than 1 % or does not
+    fit, but it is part of the best.
     Dollars and seconds are ``None`` where a total is unknown or the job as given does not run at all.
     """
 
@@ -116,6 +119,7 @@ class Change:
     saves_bytes: int
     held: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    only_with_others: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -126,6 +130,7 @@ class Change:
             "saves_bytes": self.saves_bytes,
             "held": list(self.held),
             "needs": list(self.needs),
+            "only_with_others": self.only_with_others,
         }
 
 
@@ -418,9 +423,15 @@ def _best_batch_and_checkpointing(job: Job, gpu: GpuSpec) -> Mapping[str, Any]:
         return {}
     start = base.job
     tried: list[tuple[Mapping[str, Any], Estimate]] = [({}, base)]
-    for checkpointing in other_checkpointing(start), {}:
+    both: tuple[Mapping[str, Any], ...] = (other_checkpointing(start), {})
+    for checkpointing in both:
         tried += _fitting_batches(trials, checkpointing, _batch_settings(start, _product(start)))
-    return _best(tried)[0]
+    if any(answer.verdict in _VERDICTS for _, answer in tried):
+        return _best(tried)[0]
+    # Nothing fits: where it comes closest.
+    smallest = next(_batch_settings(start, _product(start)))
+    tried += [(each, answer) for one in both if (answer := trials(each := {**one, **smallest})) is not None]
+    return max(tried, key=lambda each: each[1].headroom_bytes or 0)[0]  # below 0 here
 
 
 def _product(start: Mapping[str, Any]) -> int:
@@ -440,6 +451,7 @@ def optimize(
     free: Iterable[str] = (),
     free_batch: bool = False,
     allow_quantization: bool = False,
+    not_given: Iterable[str] = (),
     spot: SpotTerms | None = None,
     today: datetime.date | None = None,
 ) -> OptimizeResult:
@@ -449,7 +461,8 @@ def optimize(
     packing / padding-free / grouping, 16 bit in place of float32, Liger, attention, optimizer within its family, experts,
     and with ``allow_quantization`` how the base is stored. Fields given in the job stay as they are unless named in
     ``free`` (``"all"``: every one), and so does the type of weights that are trained; what that costs is told all the
-    same. GPUs: ``gpus``, else the job's, else those on the Pareto front of :func:`compare`. With a
+    same. ``not_given``: fields of ``job`` that are another tool's defaults (``ImportedJob.assumed``), so not fixed. GPUs:
+    ``gpus``, else the job's, else those on the Pareto front of :func:`compare`. With a
     deadline the cheapest that keeps it wins, with a budget alone the fastest within it. On ties, the fewest changes.
     Raises :class:`CostModelError` as :func:`compare` does.
     """
@@ -462,7 +475,7 @@ def optimize(
     for tier in tiers:
         if tier not in TIERS:
             raise UnknownNameError("tier", tier, TIERS)
-    given = {name for name in job.model_fields_set if getattr(job, name) is not None}
+    given = {name for name in job.model_fields_set if getattr(job, name) is not None} - set(not_given)
     held = frozenset() if "all" in free else frozenset(given) - free - set(_BATCH_FIELDS)
     if allow_quantization:
         held -= set(_QUANTIZATION_FIELDS)
@@ -555,14 +568,15 @@ def _single_changes(
     held: frozenset[str],
     free: frozenset[str],
 ) -> tuple[_Alternative, ...]:
-    """Every change on its own that moves time or memory, with the fields in it that stay unless freed."""
+    """Every change on its own, with the fields in it that stay unless freed."""
     found = []
     for group, different in alternatives(base.job, gpu, allow_quantization=allow_quantization):
         answer = trials(different)
-        if answer is None or not _differ(base, answer):
+        if answer is None:
             continue
         fixed = tuple(sorted(_held_in(different, base, held, free)))
-        found.append(_Alternative(group, different, answer, fixed, base, _mended(trials, base, different, answer)))
+        shown = _mended(trials, base, different, answer) if _differ(base, answer) else (different, answer)
+        found.append(_Alternative(group, different, answer, fixed, base, shown))
     batches = list(_fitting_batches(trials, {}, _batch_settings(base.job, _product(base.job))))
     if batches:
         best_batch, answer = _best([({}, base), *batches])
@@ -593,12 +607,12 @@ def _mended(
     return (mended, mended_answer) if batch_alone is None or _differ(batch_alone, mended_answer) else None
 
 
-def _differ(one: Estimate, other: Estimate) -> bool:
-    """Whether time or memory moves by more than nothing."""
+def _differ(one: Estimate, other: Estimate, share: float = _NO_EFFECT) -> bool:
+    """Whether time or memory moves by more than ``share`` of it, by default more than nothing."""
     before, after = _time_of(one), _time_of(other)
-    moved = not math.isinf(before) and abs(after - before) > _NO_EFFECT * before
+    moved = not math.isinf(before) and abs(after - before) > share * before
     peak = one.memory.peak_device_bytes
-    return moved or abs(other.memory.peak_device_bytes - peak) > _NO_EFFECT * peak
+    return moved or abs(other.memory.peak_device_bytes - peak) > share * peak
 
 
 def _best_combination(
@@ -754,11 +768,15 @@ def _result(
     def saved(before: float | None, after: float | None) -> float | None:
         return before - after if start.fits and before is not None and after is not None else None
 
+    shown = [(each, *(each.shown or (each.settings, each.answer))) for each in chosen.alternatives]
+    idle = [each.shown is None or not _differ(each.base, answer, _WORTH_A_LINE) for each, _, answer in shown]
+    told: set[str] = set()  # fields of the best that a line names
     changes = []
-    for each in chosen.alternatives:
-        if each.shown is None:
+    for only_with_others, (each, settings, answer) in sorted(zip(idle, shown, strict=True), key=lambda pair: pair[0]):
+        is_in_best = best.settings.items() >= each.settings.items()
+        if only_with_others and (not is_in_best or told >= set(each.settings)):
             continue
-        settings, answer = each.shown
+        told |= set(each.settings) if is_in_best else set()
         seconds = saved(each.base.total_seconds, answer.total_seconds)
         changes.append(
             Change(
@@ -769,6 +787,7 @@ def _result(
                 saves_bytes=each.base.memory.peak_device_bytes - answer.memory.peak_device_bytes,
                 held=each.held,
                 needs=needs(settings, each.base.job),
+                only_with_others=only_with_others,
             )
         )
     changes.sort(key=lambda change: (-(change.saves_seconds or 0.0), -change.saves_bytes))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.errors import CostModelError, UnknownNameError, shown
 from costmodel.strict_json import read_json_text
 
 # `sharding_strategy` in words (TrainingArguments.fsdp) and as torch's numbers. A hybrid splits inside one machine.
@@ -27,6 +27,8 @@ _STRATEGY_OF_NUMBER: Final[Mapping[str, str]] = {
     str(number): name for number, name in enumerate(_STAGE_OF_STRATEGY, start=1)
 }
 _OTHER_WORDS: Final = ("auto_wrap", "offload", "true")
+# More elements than any model has weights; DeepSpeed's default is 5e8.
+MAX_BUCKET_ELEMENTS: Final = 10**13
 _NOT_SET: Final = frozenset({"", "none", "false", "no"})
 
 
@@ -104,7 +106,7 @@ def _of_deepspeed(value: str | Mapping[str, Any], num_gpus: int) -> Sharding:
         raise CostModelError('deepspeed: zero_optimization must be a mapping such as {"stage": 3}')
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise CostModelError(f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
+        raise CostModelError(f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3, got {shown(stage)}")
     devices = [
         part.get("device") for name in ("offload_optimizer", "offload_param") if isinstance(part := zero.get(name), Mapping)
     ]
@@ -118,9 +120,15 @@ def _bucket_elements(zero: Mapping[str, Any], stage: int) -> int:
     "auto", which transformers fills with the square of the hidden size, is left out.
     """
     size = zero.get("reduce_bucket_size", 5e8)
-    if stage != 2 or isinstance(size, (str, bool)) or size is None:
+    if size is None or size == "auto":
         return 0
-    return int(size) * (2 if zero.get("overlap_comm") else 1)
+    is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
+    if not (is_number and 1 <= size <= MAX_BUCKET_ELEMENTS):  # nan is in no range
+        raise CostModelError(
+            "deepspeed: zero_optimization.reduce_bucket_size must be a number of elements from 1 to "
+            f'{MAX_BUCKET_ELEMENTS:g}, or "auto", got {shown(size)}'
+        )
+    return int(size) * (2 if zero.get("overlap_comm") else 1) if stage == 2 else 0
 
 
 def _deepspeed_config(text: str) -> Mapping[str, Any]:

@@ -101,9 +101,15 @@ def resources_block(candidates: Sequence[Candidate]) -> str:
         lines.append(f"      use_spot: {'true' if each.price.tier == 'spot' else 'false'}")
         if each.settings:
             lines.append(f"      # set: {settings_text(each.settings)}")
-    if not any(infra and accelerator for _, infra, accelerator in entries):
-        lines[2] = "  ordered: []"
+    if not any(map(can_rent, candidates)):  # an empty block would let SkyPilot take any machine: no block at all
+        comments = [line.strip() for line in lines[3:]]
+        return "\n".join(["# SkyPilot rents no offer that fits, so there is no resources: block.", *comments]) + "\n"
     return "\n".join(lines) + "\n"
+
+
+def can_rent(candidate: Candidate) -> bool:
+    """Whether it fits and SkyPilot knows its cloud and card."""
+    return candidate.fits and candidate.price is not None and bool(_infra(candidate) and _accelerator(candidate))
 
 
 def _infra(candidate: Candidate) -> str | None:

@@ -6,13 +6,14 @@ Field names are those of ``TrainingArguments``, TRL's ``SFTConfig`` / ``ModelCon
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from costmodel.errors import CostModelError, UnknownNameError, short, shown
 from costmodel.probes import asks_for_probe, probed_device
@@ -87,9 +88,28 @@ class Record(BaseModel):
                 raise UnknownNameError(f"{cls.__name__} field", name, known)
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic reads ``true`` as 1."""
+        if isinstance(value, bool) and info.field_name is not None and _takes_numbers_only(cls, info.field_name):
+            raise ValueError(f"must be a number, got {shown(value)}")
+        return value
+
     @classmethod
     def _accepted_aliases(cls) -> set[str]:
         return set()
+
+
+@functools.cache
+def _takes_numbers_only(kind: type[BaseModel], field: str) -> bool:
+    """Whether the field takes an int or a float (in a union, with bounds, as a literal), and no truth value."""
+    annotation = kind.model_fields[field].annotation
+    parts = typing.get_args(annotation) or (annotation,)
+    plain = {typing.get_args(part)[0] if typing.get_origin(part) is Annotated else part for part in parts}
+    if typing.get_origin(annotation) is Literal:
+        plain = {type(part) for part in parts}
+    return bool(plain & {int, float}) and bool not in plain
 
 
 # Sizes, ascending, each with what was measured at it. Between two of them it is a line on logarithmic axes.
@@ -101,10 +121,11 @@ Curve = Annotated[
 class ProbedRates(Record):
     """What ``ftcost probe`` measured of a device beside large products, bandwidth and dispatch. Not measured: ``None``.
 
-    ``matmul_flops_per_second``: fp32 products of many rows whose operands no cache holds; ``matmul_half_rows``: a product of M rows runs at M / (M + this) of it. By bytes of one tensor:
-    ``elementwise_bytes_per_second``, read and written. By tokens of a sequence: ``attention_flops_per_second``, of the half of
-    the square. By bytes of the logits: ``loss_seconds_per_logit``, forward and backward. ``optimizer_seconds_per_parameter``
-    and ``_per_tensor``: fused AdamW and clipping in fp32. ``dequantisation_seconds_per_weight``: by quantisation, one pass. Of CUDA:
+    ``matmul_flops_per_second``: fp32 products of many rows whose operands no cache holds. ``matmul_half_rows``: a product
+    of M rows runs at M / (M + this) of it. By bytes of one tensor: ``elementwise_bytes_per_second``, read and written. By
+    tokens of a sequence: ``attention_flops_per_second``, of the half of the square. By bytes of the logits:
+    ``loss_seconds_per_logit``, forward and backward. ``optimizer_seconds_per_parameter`` and ``_per_tensor``: fused AdamW
+    and clipping in fp32. ``dequantisation_seconds_per_weight``: by quantisation, one pass. Of CUDA:
     ``allocation_granularity_bytes`` and ``context_bytes``, which are shown and not used yet.
     """
 
@@ -132,8 +153,9 @@ class GpuSpec(Record):
     """One product's data sheet. Rates are dense (no sparsity) and per second; unknown is ``None``.
 
     ``memory_bytes`` is the capacity the driver reports, which is below the marketed size. ``measured_*`` is the best
-    rate a large matmul was seen to reach; ``seconds_per_operator`` and ``probed`` are only set for a device that was probed. ``nvlink`` and
-    ``pcie`` are one direction between this GPU and the others of its machine (``nvlink``: any link of the cards' own).
+    rate a large matmul was seen to reach; ``seconds_per_operator`` and ``probed`` are only set for a device that was probed.
+    ``nvlink`` and ``pcie`` are one direction between this GPU and the others of its machine (``nvlink``: any link of the
+    cards' own).
     """
 
     name: str
@@ -205,6 +227,14 @@ class Lengths(Record):
     histogram: dict[int, float] | None = Field(default=None, min_length=1)
     dataset: str | None = None
     file: str | None = None
+
+    @field_validator("values", "histogram", mode="before")
+    @classmethod
+    def _counted_in_numbers(cls, value: Any) -> Any:
+        numbers = (*value, *value.values()) if isinstance(value, Mapping) else value
+        if isinstance(numbers, (list, tuple)) and any(isinstance(number, bool) for number in numbers):
+            raise ValueError("must hold numbers, got a truth value among them")
+        return value
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Lengths:

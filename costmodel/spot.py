@@ -27,7 +27,8 @@ MAX_INTERRUPTIONS_PER_HOUR: Final = 3600.0
 MAX_RESTART_SECONDS: Final = 30 * 24 * SECONDS_PER_HOUR
 
 SPOT_WITHOUT_RATE: Final = (
-    "the spot price is used as it is: lost work and restarts are not in it; give --interruptions-per-hour"
+    "the spot price is used as it is: lost work and restarts are not in it; "
+    "give interruptions_per_hour (--interruptions-per-hour)"
 )
 
 
@@ -53,15 +54,19 @@ class SpotTerms:
 
 @dataclass(frozen=True, slots=True)
 class SpotRun:
-    """A run with interruptions, in expectation. ``best_save_interval_seconds``: Young's optimum, where a save takes time."""
+    """A run with interruptions, in expectation. ``best_save_interval_seconds``: Young's optimum, where a save takes time.
+
+    The figures in expectation are ``None`` where an interruption is due before the last one's loss is made up: nothing
+    bounds them then, and a warning says so.
+    """
 
     interruptions_per_hour: float
     restart_seconds: float
     save_interval_seconds: float
-    num_interruptions: float
-    lost_seconds: float
-    restarting_seconds: float
-    expected_seconds: float
+    num_interruptions: float | None
+    lost_seconds: float | None
+    restarting_seconds: float | None
+    expected_seconds: float | None
     expected_usd: float | None
     best_save_interval_seconds: float | None
     warnings: tuple[str, ...]
@@ -115,18 +120,26 @@ def spot_run(answer: Mapping[str, Any], terms: SpotTerms) -> SpotRun | None:
     warnings = []
     if steps is None and terms.interruptions_per_hour > 0:
         warnings.append("no checkpoint is saved: each interruption loses the run so far; set save_strategy")
-    if terms.interruptions_per_hour * (interval / 2 + restart) / SECONDS_PER_HOUR > FIRST_ORDER_LIMIT:
+    lost_share = terms.interruptions_per_hour * (interval / 2 + restart) / SECONDS_PER_HOUR
+    gets_on = lost_share < 1
+    if not gets_on:
+        warnings.append(
+            f"the run does not get on: one interruption is due in {SECONDS_PER_HOUR / terms.interruptions_per_hour:,.0f} s "
+            f"and costs {interval / 2 + restart:,.0f} s on average, so its cost has no bound; save more often, or take "
+            "on_demand"
+        )
+    elif lost_share > FIRST_ORDER_LIMIT:
         warnings.append("interruptions are due about as often as checkpoints: the real cost is higher; save more often")
     usd = answer.get("total_usd")
     return SpotRun(
         interruptions_per_hour=terms.interruptions_per_hour,
         restart_seconds=restart,
         save_interval_seconds=interval,
-        num_interruptions=interruptions,
-        lost_seconds=interruptions * interval / 2,
-        restarting_seconds=interruptions * restart,
-        expected_seconds=expected,
-        expected_usd=None if usd is None else usd * expected / total,
+        num_interruptions=interruptions if gets_on else None,
+        lost_seconds=interruptions * interval / 2 if gets_on else None,
+        restarting_seconds=interruptions * restart if gets_on else None,
+        expected_seconds=expected if gets_on else None,
+        expected_usd=usd * expected / total if gets_on and usd is not None else None,
         best_save_interval_seconds=best_save_interval_seconds(save, terms.interruptions_per_hour) if steps else None,
         warnings=tuple(warnings),
     )

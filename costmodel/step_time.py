@@ -16,6 +16,7 @@ from typing import TypedDict
 from costmodel import constants as c
 from costmodel import processor
 from costmodel.adapters import AdaptedLinear, LayerAdapters, plan_adapters
+from costmodel.catalog import l2_cache_bytes
 from costmodel.communication import Communication, communication, exposed_seconds
 from costmodel.defaults import ResolvedJob
 from costmodel.expert_load import ExpertLoad, relative_loads, split_over_ranks
@@ -308,7 +309,7 @@ def _add_device_seconds(
     half_rows = c.GEMM_HALF_ROWS if probed.matmul_half_rows is None else probed.matmul_half_rows
     device = _Device(sums, rate, bandwidth, half_rows, BYTES_PER_ELEMENT[compute_dtype(job)])
     family = model.family
-    cache = None if is_cpu else (gpu.l2_cache_bytes or 0)
+    cache = None if is_cpu else (l2_cache_bytes(gpu) or 0)
     for layer, adapted, count in plan_adapters(model, job).runs:
         _add_products(device, job, layer, adapted, count, batch, family)
         if load is not None and load != 1.0:
@@ -317,14 +318,15 @@ def _add_device_seconds(
             _add_processor_elementwise(device, model, job, layer, adapted, count, batch, probed.elementwise_bytes_per_second)
         else:
             _add_elementwise(device, model, job, layer, adapted, count, batch, cache)
-        if attention_kernel(job, layer) != "fused":
+        kernel = attention_kernel(job, layer)
+        if kernel == "eager" or (kernel == "math" and not probed.attention_flops_per_second):
             # the score matrix goes through memory: product, scale, mask, softmax, cast, product
             moved = count * 24.0 * layer.attention.num_heads * batch.num_attended_pairs
             _add_traffic(device, job, "attention_scores", moved, 2 * moved)
     attention_rate = rate if is_cpu else rate * c.ATTENTION_EFFICIENCY
     if probed.attention_flops_per_second:
         attention_rate = processor.at(probed.attention_flops_per_second, batch.context_tokens)
-    _add_counted_flops(device, model, job, batch, attention_rate)
+    _add_counted_flops(device, model, job, batch, attention_rate, is_flash=probed.attention_flops_per_second is not None)
     num_logits = batch.num_head_tokens * model.vocab_size
     loss = c.LOSS_BYTES_PER_LOGIT[job.fused_loss or "stock"] * num_logits / bandwidth
     if probed.loss_seconds_per_logit and job.fused_loss is None:
@@ -460,6 +462,8 @@ def _add_imbalance(
         for row in loads:
             ranks = split_over_ranks(row, num_ranks, dealt=isinstance(load, float | int))
             extra += max(sum(seconds(rows * each, hidden, width, number) - even for each in rank) for rank in ranks)
+        if extra <= 1e-9 * even * len(loads):  # what rounding leaves of a sum that is nothing
+            extra = 0.0
         extra *= count * hit / experts.num_experts / len(loads)
         for which, times in _expert_passes(job, adapted).items():
             device.sums.add(which, "expert_imbalance", times * extra)
@@ -498,7 +502,9 @@ def _add_processor_elementwise(
 ) -> None:
     """The same work on a probed processor: each operator by the rate at its tensor's size."""
     tokens, has_dropout = batch.num_tokens, bool(job.lora_dropout)
-    moved = processor.moved_by_layer(layer, tokens, model.hidden_size, trains_norms=not job.is_peft)
+    moved = processor.moved_by_layer(
+        layer, tokens, model.hidden_size, trains_norms=not job.is_peft, keeps_keys=job.use_cache
+    )
     moved += processor.moved_by_adapters(adapted.linears, tokens, has_dropout=has_dropout)
     forward, backward = processor.seconds(moved, curve)
     for experts in layer.all_experts:
@@ -507,6 +513,8 @@ def _add_processor_elementwise(
         times, together = (hit, rows) if job.experts_implementation == "eager" else (1.0, hit * rows)
         moved = processor.moved_by_experts(experts, together)
         moved += processor.moved_by_adapters(adapted.expert_linears, together, has_dropout=has_dropout)
+        if not job.is_peft and times == 1.0:
+            moved += processor.moved_by_expert_gradients(experts)
         into, back = processor.seconds(moved, curve)
         forward, backward = forward + times * into, backward + times * back
     device.sums.add("forward", "elementwise", count * forward, memory_bound=True)
@@ -577,12 +585,21 @@ def _layer_traffic(model: ModelSpec, job: ResolvedJob, layer: Layer) -> float:
     return (norms + residuals + rotation + scan + mlp) * BYTES_PER_ELEMENT[stream_dtype(job)] / 2
 
 
-def _add_counted_flops(device: _Device, model: ModelSpec, job: ResolvedJob, batch: Batch, attention_rate: float) -> None:
-    """Attention, adapters and head, from the FLOP count. A causal kernel does half of the square that the count holds."""
+def _add_counted_flops(
+    device: _Device, model: ModelSpec, job: ResolvedJob, batch: Batch, attention_rate: float, *, is_flash: bool = False
+) -> None:
+    """Attention, adapters and head, from the FLOP count. A causal kernel does half of the square that the count holds.
+
+    ``is_flash``: whatever the count takes, as torch's CPU kernel, which also runs grouped heads in fp32 without a score
+    matrix; its backward computes the scores again, five products beside two.
+    """
     rate, sums = device.flops_per_second, device.sums
     work = flops(model, job, batch)
     for which, counted in (("forward", work.forward), ("recompute", work.recompute), ("backward", work.backward)):
-        sums.add(which, "attention_scores", 0.5 * counted["attention_scores"] / attention_rate)
+        scores = counted["attention_scores"]
+        if is_flash and which == "backward":
+            scores = 2.5 * work.forward["attention_scores"]
+        sums.add(which, "attention_scores", 0.5 * scores / attention_rate)
         sums.add(which, "adapters", counted["adapters"] / rate)
         if counted["adapter_merge"]:
             sums.add(which, "adapter_merge", counted["adapter_merge"] / rate)
@@ -591,7 +608,7 @@ def _add_counted_flops(device: _Device, model: ModelSpec, job: ResolvedJob, batc
 
 
 def _dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec) -> float:
-    """One weight from its codes to 16 bits: as probed, else by the bytes it moves or by the integer instructions it takes."""
+    """One weight from its codes to 16 bits: as probed, else by the bytes it moves or its integer instructions."""
     measured = gpu.probed.dequantisation_seconds_per_weight if gpu.probed else None
     if measured and quantization in measured:
         return measured[quantization]

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from costmodel import constants as c
 from costmodel.catalog import DATA_FOLDER
-from costmodel.defaults import ResolvedJob
+from costmodel.defaults import READ_STACKS, ResolvedJob, is_not_modelled
 from costmodel.memory import MemoryBreakdown, job_class
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec
@@ -19,7 +19,6 @@ from costmodel.step_time import StepTime
 from costmodel.workload import Batch
 
 INTERVAL_LEVEL: Final = 0.8
-_KNOWN_STACKS: Final = frozenset({"transformers", "trl", "axolotl", "llamafactory", "litgpt"})
 
 
 def step_interval_factor(model: ModelSpec, job: ResolvedJob, gpu: GpuSpec, step: StepTime, distance: float = 0.0) -> float:
@@ -33,7 +32,7 @@ def step_interval_factor(model: ModelSpec, job: ResolvedJob, gpu: GpuSpec, step:
     if gpu.name not in c.MEASURED_CARDS:
         width *= c.UNMEASURED_CARD_FACTOR
     own_experts = model.is_moe and not (step.expert_loop_seconds and model.family in c.MEASURED_EXPERT_LOOPS)
-    if job.framework not in _KNOWN_STACKS or job.torch_compile or job.use_liger_kernel or own_experts:
+    if job.framework not in READ_STACKS or job.torch_compile or job.use_liger_kernel or own_experts:
         width *= c.UNKNOWN_STACK_FACTOR
     if job.num_gpus > 1:
         width *= c.SEVERAL_GPUS_FACTOR
@@ -63,6 +62,9 @@ def memory_interval(
     if not model.activations_checked:
         doubt = int(c.UNCHECKED_ACTIVATIONS_SHARE * memory.activations_bytes)
         low, high = low - doubt, high + doubt
+    if is_not_modelled(job.framework):
+        saved = memory.activations_bytes + memory.logits_bytes + memory.temporary_bytes
+        low = min(low, memory.peak_reserved_bytes - int(c.OWN_KERNELS_SAVE_AT_MOST * saved))
     low, high = low + low_context, high + high_context
     if varying_loss_bytes > 0 and not on_cpu:
         shown = high + int(c.VARIABLE_LENGTH_HOLES[job_class(job)] * varying_loss_bytes)
@@ -72,7 +74,7 @@ def memory_interval(
 
 def memory_class(job: ResolvedJob) -> str:
     """What decides how far the memory may be off: a stack whose code was not read, else whether the base is quantised."""
-    if job.framework not in _KNOWN_STACKS:
+    if job.framework not in READ_STACKS:
         return "unread"
     return "quantised" if job.quantization else "plain"
 
@@ -85,6 +87,7 @@ class MeasuredRun:
     """One public run: what decides how like another it is, its step, and our estimate with its source left out."""
 
     run: str
+    model: str
     kind: str  # full | lora | the quantisation of the base
     is_moe: bool
     is_checkpointed: bool
@@ -103,6 +106,7 @@ def measured_runs() -> tuple[MeasuredRun, ...]:
         return tuple(
             MeasuredRun(
                 row["run"],
+                row["model"],
                 row["kind"],
                 row["is_moe"] == "yes",
                 row["is_checkpointed"] == "yes",
@@ -144,6 +148,9 @@ def nearest_runs(
     return tuple(
         {
             "run": run.run,
+            "model": run.model,
+            "gpu": run.gpu,
+            "kind": run.kind,
             "measured": run.measured_seconds,
             "estimated": run.estimated_seconds,
             "distance": math.sqrt(squares),

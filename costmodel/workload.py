@@ -1,8 +1,9 @@
 """What one micro-batch makes the device do: FLOPs of forward, backward and recompute by operator group, and operators.
 
 Conventions: a multiply-add is 2 FLOPs; attention counts the full square (a causal kernel does half of it, which
-``step_time`` knows); a look-up table is 0 FLOPs; the head is a matmul whether it is tied or not. Exactly what
-``torch.utils.flop_counter.FlopCounterMode`` counts on the real modules, once it knows ``_grouped_mm``.
+``step_time`` and :func:`hardware_flops` know); a look-up table is 0 FLOPs; the head is a matmul whether it is tied or not.
+:func:`flops` is exactly what ``torch.utils.flop_counter.FlopCounterMode`` counts on the real modules, once it knows
+``_grouped_mm``.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class _Work:
     recompute: dict[str, float]
     merge_forward: float  # FLOPs a pass
     merge_backward: float
-    pairs: tuple[tuple[int | None, float, float, float], ...]  # (window, forward, backward, scores again) FLOPs of a pair
+    pairs: tuple[tuple[int | None, bool, float, float, float], ...]  # (window, fused, forward, backward, scores again)
     chunks: tuple[tuple[int, float, float], ...]  # (chunk, forward, backward) FLOPs of a token and token of its chunk
     masked: float  # FLOPs a token, forward and backward, of experts that the router masks
 
@@ -261,7 +262,7 @@ def _work(model: ModelSpec, job: ResolvedJob) -> _Work:
     full = not job.is_peft
     forward, backward, recompute = (dict.fromkeys(GROUPS, 0.0) for _ in range(3))
     merge_forward = merge_backward = masked = 0.0
-    pairs: dict[int | None, list[float]] = {}
+    pairs: dict[tuple[int | None, bool], list[float]] = {}
     chunks: dict[int, list[float]] = {}
     reached = _trains_below(model, job)
     for layer, adapted, count in plan_adapters(model, job).runs:
@@ -292,11 +293,11 @@ def _work(model: ModelSpec, job: ResolvedJob) -> _Work:
                 if layer.scan:
                     of_chunk = chunks.setdefault(layer.scan.chunk, [0.0, 0.0])
                     of_chunk[1] += (2.0 * layer.scan.chunk_flops + layer.scan.solve_flops) * number
-                of_window = pairs.setdefault(attention.sliding_window, [0.0, 0.0, 0.0])
+                of_window = pairs.setdefault((attention.sliding_window, is_fused), [0.0, 0.0, 0.0])
                 of_window[1] += pair_backward * number
                 of_window[2] += (2.0 * key_width if is_fused else 0.0) * number
         reached = reached or trains
-        pairs.setdefault(attention.sliding_window, [0.0, 0.0, 0.0])[0] += pair_forward * count
+        pairs.setdefault((attention.sliding_window, is_fused), [0.0, 0.0, 0.0])[0] += pair_forward * count
         if layer.scan:
             chunks.setdefault(layer.scan.chunk, [0.0, 0.0])[0] += layer.scan.chunk_flops * count
         if layer.experts and layer.experts.runs_all:
@@ -329,7 +330,7 @@ def _work(model: ModelSpec, job: ResolvedJob) -> _Work:
         recompute,
         merge_forward,
         merge_backward,
-        tuple((window, values[0], values[1], values[2]) for window, values in pairs.items()),
+        tuple((*which, values[0], values[1], values[2]) for which, values in pairs.items()),
         tuple((chunk, values[0], values[1]) for chunk, values in chunks.items() if chunk),
         masked,
     )
@@ -359,7 +360,7 @@ def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
     backward = {group: value * tokens for group, value in work.backward.items()}
     recompute = {group: value * tokens for group, value in work.recompute.items()}
     forward["adapter_merge"], backward["adapter_merge"] = work.merge_forward, work.merge_backward
-    for window, pair_forward, pair_backward, _ in work.pairs:
+    for window, _, pair_forward, pair_backward, _ in work.pairs:
         attended = _attended(batch, window if _skips_outside_window(job) else None)
         forward["attention_scores"] += pair_forward * attended
         backward["attention_scores"] += pair_backward * attended
@@ -394,15 +395,23 @@ def model_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     counted = flops(model, job, batch)
     work = _work(model, job)
     executed = counted.forward["attention_scores"] + counted.backward["attention_scores"]
-    needed = sum((into + back - again) * _attended(batch, window) for window, into, back, again in work.pairs)
+    needed = sum((into + back - again) * _attended(batch, window) for window, _, into, back, again in work.pairs)
     left_out = work.merge_forward + work.merge_backward + work.masked * batch.num_tokens
     return counted.forward_total + counted.backward_total - executed + needed - left_out
 
 
 def hardware_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
-    """What the device really executes, the numerator of HFU."""
-    work = flops(model, job, batch)
-    return work.forward_total + work.backward_total + work.recompute_total
+    """What the device really executes, the numerator of HFU.
+
+    A causal fused kernel skips half of the square of scores, as ``step_time`` takes it; the others multiply and mask.
+    """
+    counted = flops(model, job, batch)
+    skipped = 0.0
+    for window, is_fused, pair_forward, pair_backward, _ in _work(model, job).pairs:
+        if is_fused:
+            passes = pair_forward * (2 if job.gradient_checkpointing else 1) + pair_backward
+            skipped += 0.5 * passes * _attended(batch, window if _skips_outside_window(job) else None)
+    return counted.forward_total + counted.backward_total + counted.recompute_total - skipped
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,52 +1,36 @@
 """A fine-tuning loop of your own (accelerate, no Trainer) with its live cost: five lines are ftcost's, marked with # <-
 
-    python examples/plain_accelerate_loop.py
-    accelerate launch --num_processes 2 examples/plain_accelerate_loop.py
-
-Without arguments: a small randomly initialised Mixtral on random tokens; no account, no network.
+python examples/plain_accelerate_loop.py --dataset train.jsonl --usd-per-gpu-hour 2.10     # no GPU has run this line yet
+python examples/plain_accelerate_loop.py --tiny
+accelerate launch --num_processes 2 examples/plain_accelerate_loop.py --tiny
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 
 import torch
 from accelerate import Accelerator
+from tiny import data_of, options, tiny_model, tokenizer_of, tokens_of
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ftcost_callback import FTCostMonitor  # <-
 
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-}
 
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="hub id or folder; without it a tiny random Mixtral is made")
-    parser.add_argument("--num-samples", type=int, default=320)
+def main() -> int:
+    parser = options(__doc__, model="Qwen/Qwen3-0.6B")
+    parser.add_argument("--num-samples", type=int, default=160, help="at tiny size (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--usd-per-gpu-hour", type=float, default=2.10, help="what this machine costs (default %(default)s)")
-    parser.add_argument("--output-dir", default="loop_output")
-    options = parser.parse_args(argv)
+    given = parser.parse_args()
 
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    torch.manual_seed(17)
-    if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+    tokenizer = tokenizer_of(given)
+    if given.tiny:
+        model = tiny_model("mixtral", tokenizer)
     else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **TINY))
-    samples = [
-        {"input_ids": torch.randint(3, model.config.vocab_size, (length,)).tolist()}
-        for length in torch.randint(16, 65, (options.num_samples,)).tolist()
-    ]
+        model = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto")
+    samples = tokens_of(data_of(given, given.num_samples), tokenizer, max_length=128 if given.tiny else 1024)
     loader = DataLoader(samples, batch_size=4, shuffle=True, collate_fn=pad)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -57,13 +41,13 @@ def main(argv: list[str] | None = None) -> int:
         optimizer,
         accelerator=accelerator,
         train_loader=loader,
-        num_epochs=options.epochs,
+        num_epochs=given.epochs,
         eval_every=steps_per_epoch,
-        usd_per_gpu_hour=options.usd_per_gpu_hour,
-        output_dir=options.output_dir,
+        usd_per_gpu_hour=given.usd_per_gpu_hour,
+        output_dir=given.output_dir,
         profile_steps=(5, 7),
     ) as monitor:
-        for _ in range(options.epochs):
+        for _ in range(given.epochs):
             model.train()
             for batch in monitor.watch(loader):  # <-
                 with accelerator.accumulate(model):
@@ -76,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 model.eval()
                 loss = model(**batch).loss
             accelerator.print(f"loss {loss:.3f}")
-    accelerator.print(f"ftcost report {options.output_dir} draws {options.output_dir}/_ftcost/run.jsonl")
+    accelerator.print(f"ftcost report {given.output_dir} draws {given.output_dir}/_ftcost/run.jsonl")
     return 0
 
 
@@ -96,4 +80,4 @@ def pad(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

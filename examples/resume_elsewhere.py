@@ -1,8 +1,9 @@
-"""A spot machine is taken away; another one, at another price, goes on from the checkpoint. The bill counts both.
+"""A spot machine is taken away; another one, at another price, goes on from the checkpoint. One bill for both.
 
     python examples/resume_elsewhere.py --tiny
 
-What carries the bill over is a small ledger in the checkpoint's folder: copy the checkpoint, and nothing else.
+What carries the bill over is a small ledger in the checkpoint's folder: copy the checkpoint, and nothing else. It holds what
+the first machine cost up to that checkpoint; what it did afterwards is on no bill, so copy the newest checkpoint.
 """
 
 from __future__ import annotations

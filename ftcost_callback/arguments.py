@@ -7,12 +7,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from costmodel.errors import CostModelError
 from costmodel.specs import MAX_USD_PER_GPU_HOUR, GpuSpec, Price, parse_gpu
+from ftcost_callback.records import is_number
 from ftcost_callback.session_plan import Settings
 from ftcost_callback.sinks.base import Sink
 
@@ -22,6 +23,9 @@ PRICE_VARIABLE: Final = "FTCOST_USD_PER_GPU_HOUR"
 BILLING_VARIABLE: Final = "FTCOST_BILLING_STARTED_AT"
 MAX_PROFILED_STEPS: Final = 50  # a trace of more fills the host's memory
 _MAX_PROCESS_AGE_SECONDS: Final = 30 * 24 * 3600.0
+
+SECONDS_PER_DAY: Final = 24 * 3600.0
+_OLD_BILL_DAYS: Final = 90  # a machine rented longer than that is rare, a wrong date is not
 
 _imported_at = time.time()
 _first_session_begun = False
@@ -50,8 +54,8 @@ def checked_settings(
 ) -> Settings:
     """Raises :class:`CostModelError` for a wrong one."""
     for name, value in (("window_steps", window_steps), ("dry_run_steps", dry_run_steps)):
-        _require(value is None or (isinstance(value, int) and value >= 1), name, value, "a whole number from 1 on")
-    is_count = isinstance(skip_first_steps, int) and skip_first_steps >= 0
+        _require(value is None or is_whole(value, at_least=1), name, value, "a whole number from 1 on")
+    is_count = is_whole(skip_first_steps, at_least=0)
     _require(is_count, "skip_first_steps", skip_first_steps, "a whole number from 0 on")
     for name, number in (
         ("budget_usd", budget_usd),
@@ -59,7 +63,10 @@ def checked_settings(
         ("peak_flops_per_second", peak_flops_per_second),
         ("sample_period_seconds", sample_period_seconds),
     ):
-        _require(number is None or (math.isfinite(number) and number > 0), name, number, "a number above 0")
+        is_absent = number is None and name != "sample_period_seconds"
+        _require(is_absent or (is_number(number) and number > 0), name, number, "a number above 0")  # type: ignore[operator]
+    for name, flag in (("stop_at_budget", stop_at_budget), ("predict", predict), ("expert_load", expert_load)):
+        _require(isinstance(flag, bool), name, flag, "True or False")
     _require(wandb_every in ("log", "step"), "wandb_every", wandb_every, "'log' or 'step'")
     _require(detail in ("default", "full"), "detail", detail, "'default' or 'full'")
     _require(
@@ -68,9 +75,14 @@ def checked_settings(
         stop_at_budget,
         "given together with budget_usd or budget_hours",
     )
+    if tier is not None:
+        from costmodel.catalog import TIERS
+
+        _require(tier in TIERS, "tier", tier, f"one of {', '.join(TIERS)}")
     if cloud is not None:
         from costmodel.catalog import find_cloud
 
+        _require(isinstance(cloud, str), "cloud", cloud, "a name such as 'RunPod' (ftcost prices lists them)")
         cloud = find_cloud(cloud)
     return Settings(
         price=_given_price(usd_per_gpu_hour, look_in_environment=cloud is None),
@@ -82,7 +94,7 @@ def checked_settings(
         window_steps=window_steps,
         skip_first_steps=skip_first_steps,
         predict=predict,
-        calibration=calibration,
+        calibration=_given_calibration(calibration),
         dry_run_steps=dry_run_steps,
         profile_steps=_given_profile_steps(profile_steps, skip_first_steps),
         sample_period_seconds=sample_period_seconds,
@@ -109,6 +121,14 @@ class BillingStart:
             if started_at > now:
                 _log.warning("ftcost: billing_started_at lies in the future; the bill starts now")
                 started_at = now
+            elif now - started_at > _OLD_BILL_DAYS * SECONDS_PER_DAY:
+                day = datetime.datetime.fromtimestamp(started_at, datetime.timezone.utc).date()
+                _log.warning(
+                    "ftcost: the bill runs since %s, %.0f days before this training; if that is not meant, give "
+                    "billing_started_at the moment this machine was rented",
+                    day,
+                    (now - started_at) / SECONDS_PER_DAY,
+                )
         elif is_first:
             started_at = now - process_age_seconds(now)
         else:
@@ -131,6 +151,39 @@ def process_age_seconds(now: float) -> float:
     return age if 0 <= age <= _MAX_PROCESS_AGE_SECONDS else max(0.0, now - _imported_at)
 
 
+def is_whole(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def given_sinks(sinks: Any) -> list[Sink]:
+    """Raises :class:`CostModelError` for what rows cannot be sent to."""
+    is_list = isinstance(sinks, Iterable) and not isinstance(sinks, (str, Mapping))
+    given = list(sinks) if is_list else []
+    is_right = is_list and all(callable(getattr(each, "log", None)) for each in given)
+    _require(is_right, "sinks", sinks, "a list of sinks, such as [ConsoleSink()], or [] for none")
+    return given
+
+
+def given_folder(output_dir: Any) -> str | os.PathLike[str]:
+    """Raises :class:`CostModelError` for what is no path."""
+    is_path = isinstance(output_dir, (str, os.PathLike)) and "\0" not in os.fspath(output_dir)
+    _require(is_path, "output_dir", output_dir, "the path of a folder")
+    return output_dir  # type: ignore[no-any-return]
+
+
+def _given_calibration(calibration: Any) -> Any:
+    """Read here once, so that a wrong file is said before the training starts. Raises :class:`CostModelError`."""
+    from costmodel.calibration import check_calibration
+
+    if isinstance(calibration, os.PathLike):
+        calibration = os.fspath(calibration)
+    is_right = calibration is None or isinstance(calibration, (str, Mapping))
+    _require(is_right, "calibration", calibration, "'auto', or the path of a file that ftcost calibrate wrote")
+    if calibration is not None:
+        check_calibration(calibration)
+    return calibration
+
+
 def _require(is_right: bool, name: str, value: object, wanted: str) -> None:
     if not is_right:
         raise CostModelError(f"{name} must be {wanted}, got {value!r}")
@@ -138,12 +191,12 @@ def _require(is_right: bool, name: str, value: object, wanted: str) -> None:
 
 def _given_profile_steps(steps: Any, skip_first_steps: int) -> tuple[int, int] | None:
     """(first, last), both inside; a number stands for so many steps after the warm-up. Raises :class:`CostModelError`."""
-    if steps is None or steps == 0:
+    if steps is None or (steps == 0 and steps is not False):
         return None
-    if isinstance(steps, int):
+    if isinstance(steps, int) and not isinstance(steps, bool):
         steps = (skip_first_steps + 1, skip_first_steps + steps)
     wanted = f"(first step, last step), such as (20, 25), of at most {MAX_PROFILED_STEPS} steps"
-    is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(isinstance(each, int) for each in steps)
+    is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(is_whole(each, at_least=1) for each in steps)
     _require(is_pair, "profile_steps", steps, wanted)
     first, last = steps
     _require(1 <= first <= last < first + MAX_PROFILED_STEPS, "profile_steps", steps, wanted)
@@ -174,8 +227,8 @@ def _given_price(usd_per_gpu_hour: float | None, *, look_in_environment: bool) -
         return None
     name = "usd_per_gpu_hour" if source == "given" else source
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     _require(
         0 < number <= MAX_USD_PER_GPU_HOUR, name, value, "a positive number of dollars an hour (leave it out for hours)"
@@ -192,7 +245,8 @@ def epoch_seconds(moment: str | float | datetime.datetime | None) -> float | Non
     if isinstance(moment, datetime.datetime):
         zoned = moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
         return zoned.timestamp()
-    _require(math.isfinite(moment), "billing_started_at", moment, "a moment")
+    wanted = "ISO 8601 (2026-08-17T09:30:00Z), epoch seconds or a datetime"
+    _require(is_number(moment) and moment >= 0, "billing_started_at", moment, wanted)
     return float(moment)
 
 

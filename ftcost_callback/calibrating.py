@@ -92,8 +92,8 @@ def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) 
     job.setdefault("gpu", device.get("name"))
     if device.get("kind") == "cpu" and isinstance(job["gpu"], str):
         raise CostModelError(
-            f"run {source} trained on a CPU ({device.get('name')}), which says nothing about a card; give the callback what "
-            "probe_cpu() measured (FTCostCallback(gpu=probe_cpu())) and record the run again"
+            f"run {source} trained on a CPU ({device.get('name')}), which says nothing about a card; run ftcost probe, give "
+            "the callback what it stored (FTCostCallback(gpu='probe')) and record the run again"
         )
     accumulation = int(job.get("gradient_accumulation_steps") or 1)
     rows = int(job.get("per_device_train_batch_size") or 1)

@@ -24,7 +24,14 @@ from transformers import TrainerCallback
 from costmodel.errors import CostModelError
 from costmodel.specs import GpuSpec
 from ftcost_callback import trainer_adapter
-from ftcost_callback.arguments import BillingStart, checked_settings, default_sinks, process_age_seconds
+from ftcost_callback.arguments import (
+    BillingStart,
+    checked_settings,
+    default_sinks,
+    given_folder,
+    given_sinks,
+    process_age_seconds,
+)
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.dry_run import put_longest_first
 from ftcost_callback.live_model import parallel_size
@@ -38,6 +45,7 @@ from ftcost_callback.session_opening import Training
 from ftcost_callback.session_plan import Identity, Plan, new_run_id
 from ftcost_callback.sinks.base import Sink
 from ftcost_callback.sinks.routes import trackers_without_figures
+from ftcost_callback.training_watch import let_go_of_left_trainings
 from ftcost_callback.wandb_guard import open_run_or_offline
 
 _log = logging.getLogger("ftcost_callback")
@@ -50,6 +58,10 @@ _owners: weakref.WeakKeyDictionary[Any, FTCostCallback] = weakref.WeakKeyDiction
 _Event = TypeVar("_Event", bound=Callable[..., None])
 
 
+def _nothing() -> None:
+    """In place of a run's own."""
+
+
 def _guarded(event: _Event) -> _Event:
     """The boundary: whatever fails in an event of ours, training goes on as if we were not there."""
 
@@ -57,6 +69,8 @@ def _guarded(event: _Event) -> _Event:
     def guarded(self: FTCostCallback, *args: Any, **kwargs: Any) -> None:
         if not self._boundary.is_on(_CALLBACK):
             return
+        if self._inner_state is not None and any(each is self._inner_state for each in args[1:2]):
+            return  # of a training inside the one that is measured
         try:
             event(self, *args, **kwargs)
         except Exception as error:
@@ -131,15 +145,16 @@ class FTCostCallback(TrainerCallback):
             gpu=gpu,
         )
         self._billing = BillingStart(billing_started_at)
-        self._sinks: list[Sink] = list(sinks) if sinks is not None else default_sinks(detail)
+        self._sinks: list[Sink] = given_sinks(sinks) if sinks is not None else default_sinks(detail)
         self._wandb_guard = wandb_guard
-        self._output_dir = output_dir
+        self._output_dir = given_folder(output_dir) if output_dir is not None else None
         self._clock: Callable[[], float] = time.monotonic
         self._wall_clock: Callable[[], float] = time.time
         self._boundary = Boundary()
         self._run: LiveRun | RankRun | None = None
-        self._rollouts = RolloutWatch(lambda: None, lambda: None)
+        self._rollouts = RolloutWatch(_nothing, _nothing)
         self._state: Any = None  # of the training this callback is in
+        self._inner_state: Any = None  # of a training inside this one, which is not measured
         self._begun_at_step = 0
         self._train_batch_size: int | None = None
 
@@ -150,6 +165,7 @@ class FTCostCallback(TrainerCallback):
 
     @_guarded
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        let_go_of_left_trainings()
         # Before on_train_begin, where transformers' own W&B callback comes first.
         if self._wandb_guard and args.process_index == 0:
             self._boundary.call("W&B guard", lambda: open_run_or_offline(args))
@@ -157,13 +173,24 @@ class FTCostCallback(TrainerCallback):
     # --- begin and end ------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_inside_another():
+            self._inner_state = state
+            _log.warning(
+                "ftcost: this callback measures the training around this one; give the inner one a callback of its own"
+            )
+            return
         # What failed in an earlier training is tried again.
         self._boundary = Boundary()
         self._boundary.on_failure(_CALLBACK, self._release)
         self._begin(args, state, **kwargs)
 
+    def _is_inside_another(self) -> bool:
+        run = self._run
+        return run is not None and bool(self._boundary.call("nested training", lambda: run.holds_another(_trainer())))
+
     @_guarded
     def _begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+        let_go_of_left_trainings()
         shrunk = (
             args.auto_find_batch_size
             and self._train_batch_size is not None
@@ -203,7 +230,7 @@ class FTCostCallback(TrainerCallback):
                 clock=self._clock,
             )
             rank_run.begin(Training(model=model, device=args.device, steps_done=state.global_step))
-            self._watch_rollouts(rank_run)
+            self._watch_trainer(rank_run)
             return
         identity = same_run if same_run is not None and shrunk else self._identity(args, state, output_dir)
         now = self._wall_clock()
@@ -239,10 +266,13 @@ class FTCostCallback(TrainerCallback):
             ),
         )
         live_run.begin(training, startup_seconds=startup_seconds, started_at=started_at)
-        self._watch_rollouts(live_run)
+        self._watch_trainer(live_run)
 
-    def _watch_rollouts(self, run: LiveRun | RankRun) -> None:
-        """Where the trainer generates what it trains on."""
+    def _watch_trainer(self, run: LiveRun | RankRun) -> None:
+        """Whether it still trains, and where it generates what it trains on."""
+        trainer = _trainer()
+        if trainer is not None:
+            self._boundary.call("training watch", lambda: run.watch_training(trainer))
         self._rollouts = RolloutWatch(run.rollout_begins, run.rollout_ends)
         self._boundary.call("rollouts", lambda: self._rollouts.attach(_trainer()))
 
@@ -304,6 +334,11 @@ class FTCostCallback(TrainerCallback):
         note = f"resumed from step {state.global_step}, {why}: time, tokens and dollars begin here"
         _log.warning("ftcost: %s", note)
         return Identity(run_id=new_run_id(), resumed_from_step=state.global_step, notes=(note,))
+
+    @_guarded
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._run is not None:
+            self._run.epoch_begins()
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -427,6 +462,10 @@ def _with_unsaved_tail(identity: Identity, run_file: Path) -> Identity:
         record = read_run(run_file, run_id=identity.run_id, all_ranks=False)
     except (CostModelError, OSError):
         return identity
+    except Exception as error:
+        _log.debug("ftcost: the record was not read", exc_info=True)
+        note = f"{run_file} cannot be read ({type(error).__name__}: {error}): what was counted goes on from the checkpoint"
+        return dataclasses.replace(identity, notes=(*identity.notes, note))
     earlier = identity.earlier
     if earlier is None or record.totals.wall_seconds <= earlier.wall_seconds:
         return identity

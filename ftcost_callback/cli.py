@@ -123,7 +123,7 @@ def probe_command(
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Default: where --gpu probe finds it.")] = None,
     as_json: _Json = False,
 ) -> int:
-    """Measure the device at hand, in under a minute: what it multiplies, moves and dispatches in a second, for --gpu probe."""
+    """Measure the device at hand, in under a minute: products, bandwidth, cost per operator and more, for --gpu probe."""
     import datetime
 
     from costmodel import probes

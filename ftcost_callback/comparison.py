@@ -10,6 +10,8 @@ from typing import Any, Final
 ON_PLAN_SHARE: Final = 0.1  # within 10 % of the prediction there is nothing to act on
 _WAIT_SHARE: Final = 0.05  # of a step; below it, waiting for data is no cause
 _MIN_CAUSE_SHARE: Final = 0.3  # of the excess; what explains less is not named as its cause
+_ONE_TERM_RATIO: Final = 3.0  # a step further off than this is no matter of one term of the estimate
+_OF_ANY_DEVICE: Final = frozenset({"num_tokens_per_step", "num_non_padding_tokens_per_step"})
 _TOP_GROUP_SHARE: Final = 0.3  # of the predicted step; below it, no single term stands out
 
 # The answer's groups of a step, in words.
@@ -61,6 +63,8 @@ class Measured:
     processor_wait_fraction: float | None = None  # of the time, the training thread waited for a processor
     mfu: float | None = None
     dataloader_num_workers: int | None = None
+    median_step_seconds: float | None = None  # at the tokens of the mean step
+    predicted_gpu: str | None = None  # the card that was predicted for, where it is not the device that trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,14 @@ class Comparison:
 def compare(estimate: Mapping[str, Any] | None, measured: Measured) -> Comparison:
     """Ratios and verdict. ``estimate``: the answer's mapping (``Estimate.to_dict()``); ``None``: no prediction."""
     ratios = _ratios(estimate, measured) if estimate is not None else {}
+    if measured.predicted_gpu is not None:
+        ratios = {name: ratio for name, ratio in ratios.items() if name in _OF_ANY_DEVICE}
     return Comparison(ratios=ratios, verdict=_verdict(estimate, measured, ratios))
+
+
+def not_comparable(gpu: str) -> str:
+    """Said in place of ratios and a verdict on speed."""
+    return f"the prediction is for {gpu}, which is not the device that trains: time and memory are not comparable"
 
 
 def _ratios(estimate: Mapping[str, Any], measured: Measured) -> dict[str, float]:
@@ -117,6 +128,8 @@ def _ratio(value: float | None, predicted: Any) -> float | None:
 
 
 def _verdict(estimate: Mapping[str, Any] | None, measured: Measured, ratios: Mapping[str, float]) -> str | None:
+    if estimate is not None and measured.predicted_gpu is not None:
+        return not_comparable(measured.predicted_gpu)
     step = ratios.get("step_seconds")
     if estimate is None or step is None or measured.step_seconds is None:
         share = _wait_share(measured)
@@ -124,7 +137,7 @@ def _verdict(estimate: Mapping[str, Any] | None, measured: Measured, ratios: Map
     if step > 1 + ON_PLAN_SHARE:
         cause = _cause_of_slowness(estimate, measured, ratios)
     elif step < 1 - ON_PLAN_SHARE:
-        cause = _cause_of_speed(ratios)
+        cause = _cause_of_speed(estimate, measured, ratios)
     else:
         return _memory_verdict(ratios) or f"step {step:.2f}x the prediction: on plan"
     return f"step {step:.2f}x the prediction: {cause}"
@@ -159,9 +172,12 @@ def _cause_of_slowness(estimate: Mapping[str, Any], measured: Measured, ratios: 
     # A throttled GPU slows everything that runs on it, by what nothing else explains.
     if throttled is not None and (most is None or excess - most.seconds > most.seconds):
         return throttled
-    if most is not None:
+    if most is None:
+        return _on_plan_by_median(estimate, measured) or _least_sure_term(estimate, measured)
+    ratio, without = measured.step_seconds / predicted, max(0.0, measured.step_seconds - most.seconds) / predicted
+    if without**2 <= ratio:  # in factors, since what takes a share of the time slows everything else by one
         return most.text
-    return _least_sure_term(estimate, measured)
+    return f"{most.text}; that explains {ratio / without:.2f}x of it, the rest is not explained by anything measured"
 
 
 def _data_wait(measured: Measured) -> _Cause | None:
@@ -176,7 +192,7 @@ def _more_tokens(predicted_seconds: float, ratios: Mapping[str, float]) -> _Caus
     if more <= 0:
         return None
     return _Cause(  # a step's time is near proportional to its tokens
-        more * predicted_seconds,
+        more / (1 + more) * ratios["step_seconds"] * predicted_seconds,
         f"steps hold {more:.0%} more tokens than expected; give the data set's real lengths, or expect this cost",
     )
 
@@ -231,7 +247,12 @@ def _least_sure_term(estimate: Mapping[str, Any], measured: Measured) -> str:
         within = f"inside the estimate's own band (up to {float(high) / predicted:.2f}x), "
     name = max(groups, key=lambda each: groups[each], default=None)
     share = groups[name] / predicted if name is not None else 0.0
-    calibrate = "`ftcost calibrate` on this run makes the next estimate closer"
+    calibrate = _calibrate_advice(estimate, measured)
+    if measured.step_seconds is not None and measured.step_seconds > _ONE_TERM_RATIO * predicted:
+        return (
+            "nothing measured explains it, and it is too much for one term of the estimate; look for other work on the "
+            "machine before `ftcost calibrate`"
+        )
     if not groups:
         return f"{within}training itself is slower than modelled; {calibrate}"
     if measured.busy_fraction is not None and name == "host":
@@ -273,11 +294,31 @@ def _job(estimate: Mapping[str, Any], name: str) -> Any:
     return (estimate.get("job") or {}).get(name)
 
 
-def _cause_of_speed(ratios: Mapping[str, float]) -> str:
+def _on_plan_by_median(estimate: Mapping[str, Any], measured: Measured) -> str | None:
+    """Where the mean is off and the typical step is not: `ftcost calibrate`, which goes by medians, would change nothing."""
+    median = _ratio(measured.median_step_seconds, estimate["step_seconds"])
+    if median is None or abs(median - 1) > ON_PLAN_SHARE:
+        return None
+    return f"the median step is on plan ({median:.2f}x), so it is single steps that differ and not the model of the time"
+
+
+def _calibrate_advice(estimate: Mapping[str, Any], measured: Measured) -> str:
+    """Says so where the median step, which `ftcost calibrate` goes by, is not the mean."""
+    median, mean = (
+        _ratio(seconds, estimate["step_seconds"]) for seconds in (measured.median_step_seconds, measured.step_seconds)
+    )
+    by_median = ""
+    if median is not None and mean is not None and abs(median / mean - 1) > ON_PLAN_SHARE:
+        by_median = f", which goes by the median step ({median:.2f}x),"
+    return f"`ftcost calibrate` on this run{by_median} makes the next estimate closer"
+
+
+def _cause_of_speed(estimate: Mapping[str, Any], measured: Measured, ratios: Mapping[str, float]) -> str:
     fewer_tokens = 1.0 - ratios.get("num_tokens_per_step", 1.0)
     if fewer_tokens > ON_PLAN_SHARE / 2:
         return f"steps hold {fewer_tokens:.0%} fewer tokens than expected"
-    return "faster than modelled; `ftcost calibrate` on this run makes the next estimate closer"
+    on_plan = _on_plan_by_median(estimate, measured)
+    return on_plan or f"faster than modelled; {_calibrate_advice(estimate, measured)}"
 
 
 def _memory_verdict(ratios: Mapping[str, float]) -> str | None:

@@ -32,6 +32,7 @@ class ForwardCounters:
         self._not_recorded_reason: str | None = None
         self._said_no_tokens = False
         self.batch_shape: tuple[int, int] | None = None  # of the last training forward
+        self.on_forward: Callable[[], None] = lambda: None  # before each training forward; must not raise
         self.on_phase: Callable[[Phase], None] = lambda phase: None  # told what begins; must not raise
 
     def attach(self, model: Any, *, num_processes: int, expert_load: bool) -> None:
@@ -61,6 +62,7 @@ class ForwardCounters:
         self._drop_experts()
 
     def _open_forward(self, forward: TrainingForward) -> None:
+        self.on_forward()
         self.on_phase("forward")
         self.batch_shape = forward.batch_shape
         if self._tokens is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -168,8 +169,10 @@ class LiveReport:
         )
 
     def _compare(self) -> Comparison:
+        return self._compared(self._measured(self._standing(self._parts.recorder.session)))
+
+    def _compared(self, measured: Measured) -> Comparison:
         latest = self._opened.prediction.latest
-        measured = self._measured(self._standing(self._parts.recorder.session))
         return compare(latest.estimate if latest is not None else None, measured)
 
     def _measured(self, standing: Standing) -> Measured:
@@ -178,11 +181,31 @@ class LiveReport:
             throttle_reasons=self._parts.gpu.throttle_reasons,
             dataloader_num_workers=self._parts.plan.dataloader_num_workers,
             processor_wait_fraction=self._processor_wait.fraction() if self._processor_wait is not None else None,
+            median_step_seconds=self._median_step_seconds(standing.steps),
+            predicted_gpu=self._opened.predicted_gpu,
         )
+
+    def _median_step_seconds(self, steps: StepAggregate) -> float | None:
+        """Of the last steps of this session and the one before it, brought to the mean step's tokens."""
+        recorder, earlier = self._parts.recorder, self._earlier_pace()
+        if recorder.totals.rollout_seconds:
+            return None  # the steps kept hold the rollouts, which a prediction does not
+        seconds, tokens = recorder.recent_step_seconds, recorder.recent_num_tokens
+        if earlier is not None:
+            tokens = earlier.num_tokens + tokens if len(earlier.num_tokens) == len(earlier.step_seconds) else ()
+            seconds = earlier.step_seconds + seconds
+        if not seconds:
+            return None
+        median, mean_tokens = statistics.median(seconds), steps.per_step(steps.num_tokens)
+        if len(tokens) == len(seconds) and mean_tokens and (median_tokens := statistics.median(tokens)):
+            median *= mean_tokens / median_tokens
+        return median
 
     def _known(self, pauses_to_come: frozenset[PauseKind]) -> ProjectionInput:
         recorder, plan, prediction = self._parts.recorder, self._parts.plan, self._opened.prediction
-        before = prediction.first.estimate if prediction.first is not None else {}
+        # Another device's prediction says nothing about the time to come.
+        known = prediction.first is not None and self._opened.predicted_gpu is None
+        before = prediction.first.estimate if prediction.first is not None and known else {}
         elapsed = recorder.elapsed_seconds
         earlier = self._earlier_pace()
         expected = prediction.expected_tokens_per_step  # of all processes; what is measured is the main one's
@@ -232,17 +255,31 @@ class LiveReport:
         machine, recorder = self._opened.machine, self._parts.recorder
         if machine is None:
             return None
-        seconds = recorder.recent_step_seconds
-        if len(seconds) < MIN_STEPS_FOR_PACE:
-            return self._parts.identity.earlier_pace
-        return Pace(machine=machine, step_seconds=seconds, num_tokens=recorder.recent_num_tokens)
+        steps, num_sessions = self._steps_of_all_sessions()
+        seconds, tokens, earlier = (
+            recorder.recent_step_seconds,
+            recorder.recent_num_tokens,
+            self._parts.identity.earlier_pace,
+        )
+        if len(seconds) >= MIN_STEPS_FOR_PACE or earlier is None:
+            if len(seconds) < MIN_STEPS_FOR_PACE:
+                seconds, tokens = (), ()
+            return Pace(machine=machine, step_seconds=seconds, num_tokens=tokens, steps=steps, num_sessions=num_sessions)
+        if earlier.machine != machine:
+            steps, num_sessions = StepAggregate(), 0  # no longer the latest sessions on that machine
+        return dataclasses.replace(earlier, steps=steps, num_sessions=num_sessions)
 
-    def over_budget(self, *, global_step: int) -> bool:
-        """Say which limits were crossed. True: training should stop."""
+    def _steps_of_all_sessions(self) -> tuple[StepAggregate, int]:
+        """The measured steps of this session and of those right before it on the same machine; how many sessions that is."""
+        earlier, session = self._earlier_pace(), self._parts.recorder.session
+        return (earlier.steps.plus(session), earlier.num_sessions + 1) if earlier is not None else (session, 1)
+
+    def over_budget(self, *, global_step: int, can_stop: bool = True) -> bool:
+        """Say which limits were crossed. True: training should stop. ``can_stop=False``: it has ended already."""
         budget, parts = self._opened.budget, self._parts
         if not budget.is_limited:
             return False
-        elapsed, projection = parts.recorder.elapsed_seconds, self.projection
+        elapsed, projection = parts.recorder.elapsed_seconds, self.projection if can_stop else Projection()
         crossed = parts.boundary.call(
             "budget",
             lambda: budget.check(
@@ -257,6 +294,8 @@ class LiveReport:
             ),
         )
         for row in crossed or ():
+            if not can_stop:
+                row = dataclasses.replace(row, action="warned")
             parts.record.write(row)
             parts.sinks.alert(row)
             if not parts.sinks.active:
@@ -267,14 +306,20 @@ class LiveReport:
     def summary(self, *, global_step: int) -> Summary:
         parts = self._parts
         self._last_step = global_step
-        standing = self._standing(parts.recorder.session)
+        steps, num_sessions_in_rates = self._steps_of_all_sessions()
+        standing = self._standing(steps)
+        measured = self._measured(standing)
+        compared = parts.boundary.call("comparison", lambda: self._compared(measured))
+        if compared is not None:
+            standing = dataclasses.replace(standing, comparison=compared)
         return summary_of(
             standing,
             num_sessions=parts.identity.session_index + 1,
+            num_sessions_in_rates=num_sessions_in_rates,
             first_step_seconds=parts.recorder.first_step_seconds,
             energy_joules=parts.gpu.energy_joules,
             predictions=self._opened.prediction.different,
-            measured=self._measured(standing),
+            measured=measured,
             stopped_at_budget=self._stopped_at_budget,
             expert_balance=self._balance.summary(self._layer_names, usd_per_hour=self._opened.spending.usd_per_hour),
         )

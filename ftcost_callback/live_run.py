@@ -36,7 +36,9 @@ from ftcost_callback.run_file import Ledger, write_ledger
 from ftcost_callback.session_opening import Opened, Training, open_session
 from ftcost_callback.session_plan import Identity, Plan, Settings
 from ftcost_callback.sinks.base import FanOut, Sink
+from ftcost_callback.sinks.console import ConsoleSink
 from ftcost_callback.step_resolution import StepResolution, step_row
+from ftcost_callback.training_watch import TrainingWatch
 
 _log = logging.getLogger("ftcost_callback")
 
@@ -87,6 +89,7 @@ class LiveRun:
         self._pauses_to_come: frozenset[PauseKind] = frozenset()
         self._step_ended_at = 0.0
         self._said_out_of_memory = False
+        self._watch: TrainingWatch | None = None
 
     # --- the session begins -------------------------------------------------------------------------------------------
 
@@ -122,6 +125,9 @@ class LiveRun:
             self.record.write(prediction)
         self.record.flush()
         self._sinks.open(opened.session, prediction)
+        if not any(isinstance(each, ConsoleSink) for each in self._sinks.active):  # it shows the session's notes
+            for note in opened.unwatched:
+                _log.warning("ftcost: %s", note)
         parts = Parts(
             identity=self.identity, plan=plan, boundary=self._boundary, clock=self._clock, recorder=self.recorder,
             counters=self.counters, gpu=self._gpu, peaks=self._peaks, record=self.record, sinks=self._sinks,
@@ -130,6 +136,22 @@ class LiveRun:
         self._step_ended_at = self._clock()
         atexit.register(self._interpreter_exits)
         self.pause("other")  # our own preparations
+
+    def watch_training(self, trainer: Any) -> None:
+        """``trainer`` has a loop of its own, which an exception may leave without an event."""
+        self._watch = watch = TrainingWatch(trainer, self.left, closely=self._is_profiling)
+        self.counters.on_forward = lambda: self._boundary.call("training watch", watch.look_closely)
+
+    def holds_another(self, trainer: Any) -> bool:
+        """Whether ``trainer`` begins inside this training."""
+        return self._watch is not None and self._watch.holds_another(trainer)
+
+    def epoch_begins(self) -> None:
+        if self._watch is not None:
+            self._boundary.call("training watch", self._watch.epoch_begins)
+
+    def _is_profiling(self) -> bool:
+        return not self._steps.in_step or (self._profiler is not None and self._profiler.is_profiling)
 
     def _attach_counters(self, model: Any, notes: list[str]) -> None:
         num_processes = self._plan.num_processes
@@ -154,6 +176,8 @@ class LiveRun:
     def step_begins(self, *, awaits_batch: bool = False) -> None:
         """The batches of the next step have arrived; ``awaits_batch``: they are waited for until its first forward."""
         self._steps.begins(awaits_batch=awaits_batch)
+        if self._watch is not None:
+            self._boundary.call("training watch", self._watch.step_begins)
         if self._profiler is not None and not self._profiler.is_over:
             profiler, step = self._profiler, self._steps.last_step + 1
             self._boundary.call("profiler", lambda: profiler.step_begins(step))
@@ -329,6 +353,7 @@ class LiveRun:
         if last_step > report.last_report_step:
             self._make_report(None, with_experts=True)
         self._close_recorder()
+        report.over_budget(global_step=last_step, can_stop=False)
         summary = self._boundary.call("summary", lambda: report.summary(global_step=last_step))
         if summary is not None:
             self.record.write(summary)
@@ -387,6 +412,20 @@ class LiveRun:
 
         self._boundary.call("out of memory", explain)
 
+    def left(self) -> None:
+        """Training was left without a word: nothing of ours stays in the process but the record, for :meth:`abandon`."""
+        if self._profiler is not None:
+            self._boundary.call("profiler", self._profiler.close)
+        self._boundary.call("token counter", self.counters.detach)
+        self._boundary.call("GPU sampler", self._gpu.close)
+        self._boundary.call("end of training", self._write_what_is_known)
+
+    def _write_what_is_known(self) -> None:
+        for row in self._resolved_rows(wait=False):
+            self.record.write_step(row)
+        self.record.write_what_waits(global_step=self._steps.last_step)
+        self.record.flush()
+
     def abandon(self, *, retried_with: int | None = None) -> Identity:
         """Training was broken off without an end; the identity of a session that goes on with the same run.
 
@@ -427,6 +466,8 @@ class LiveRun:
     def release(self) -> None:
         """Hooks, thread and file are gone. May be called at any time, more than once."""
         atexit.unregister(self._interpreter_exits)
+        if self._watch is not None:
+            self._watch.close()
         stop_profiler = (self._profiler.close,) if self._profiler is not None else ()
         for let_go in (self.counters.detach, self._gpu.close, self.record.close, *stop_profiler):
             try:

@@ -32,14 +32,23 @@ from torch import nn
 
 from costmodel.errors import CostModelError
 from costmodel.specs import GpuSpec
-from ftcost_callback.arguments import BillingStart, checked_settings, default_sinks, process_age_seconds
+from ftcost_callback.arguments import (
+    BillingStart,
+    checked_settings,
+    default_sinks,
+    given_folder,
+    given_sinks,
+    is_whole,
+    process_age_seconds,
+)
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.live_run import LiveRun
 from ftcost_callback.rank_run import RankRun
-from ftcost_callback.records import PauseKind
+from ftcost_callback.records import PauseKind, is_number
 from ftcost_callback.session_opening import Training
 from ftcost_callback.session_plan import Identity, Plan, new_run_id, num_machines
 from ftcost_callback.sinks.base import Sink
+from ftcost_callback.training_watch import let_go_of_left_trainings
 
 _log = logging.getLogger("ftcost_callback")
 
@@ -112,16 +121,20 @@ class FTCostMonitor:
             ("save_every", save_every),
             ("report_every_steps", report_every_steps),
         ):
-            if value is not None and not (isinstance(value, int) and value >= 1):
+            if value is not None and not is_whole(value, at_least=1):
                 raise CostModelError(f"{name} must be a whole number from 1 on, got {value!r}")
-        if num_epochs is not None and not (math.isfinite(num_epochs) and num_epochs > 0):
+        if num_epochs is not None and not (is_number(num_epochs) and num_epochs > 0):
             raise CostModelError(f"num_epochs must be a number above 0, got {num_epochs!r}")
-        if not isinstance(start_step, int) or start_step < 0:
+        if not is_whole(start_step, at_least=0):
             raise CostModelError(f"start_step must be a whole number from 0 on, got {start_step!r}")
         if mixed_precision is not None and mixed_precision not in _PRECISIONS:
             raise CostModelError(f"mixed_precision must be one of {', '.join(_PRECISIONS)}, got {mixed_precision!r}")
         if not isinstance(model, nn.Module):
             raise CostModelError(f"model must be a torch module, got {type(model).__name__}")
+        if accelerator is not None and not hasattr(accelerator, "process_index"):
+            raise CostModelError(
+                f"accelerator must be accelerate's Accelerator, got {accelerator!r}; leave it out without one"
+            )
         self._settings = checked_settings(
             usd_per_gpu_hour=usd_per_gpu_hour,
             cloud=cloud,
@@ -157,8 +170,8 @@ class FTCostMonitor:
         self._eval_every, self._save_every = eval_every, save_every
         self._report_every_steps = report_every_steps
         self._start_step = start_step
-        self._sinks = list(sinks) if sinks is not None else default_sinks(detail)
-        self._output_dir = output_dir
+        self._sinks = given_sinks(sinks) if sinks is not None else default_sinks(detail)
+        self._output_dir = given_folder(output_dir)
         self._clock: Callable[[], float] = time.monotonic
         self._wall_clock: Callable[[], float] = time.time
         self._boundary = Boundary()
@@ -166,7 +179,7 @@ class FTCostMonitor:
         self._handles: list[Any] = []
         self._labels: list[Any] = []  # of the micro-batches since the last step, where a loader is watched
         self._is_watching = False
-        self._said_pause_in_step = False
+        self._said_pause_in_step = self._is_entered = False
         self.global_step = start_step
         self.should_stop = False
         """The budget is spent (``stop_at_budget``): save and leave the loop."""
@@ -175,6 +188,7 @@ class FTCostMonitor:
         self._boundary = Boundary()
         self._boundary.on_failure(_MONITOR, self._release)
         self.global_step, self.should_stop = self._start_step, False
+        self._is_entered = True
         self._boundary.call(_MONITOR, self._begin)
         return self
 
@@ -184,6 +198,7 @@ class FTCostMonitor:
         self._release()
 
     def _begin(self) -> None:
+        let_go_of_left_trainings()
         loop = self._loop
         rank, world_size = loop.rank_and_world_size
         plan = Plan(
@@ -268,6 +283,9 @@ class FTCostMonitor:
         :meth:`watch` the loader instead.
         """
         self.global_step += 1
+        if not self._is_entered:
+            self._is_entered = True
+            _log.warning("ftcost: step() outside of the context measures nothing; put the loop inside `with monitor:`")
         self._boundary.call(_MONITOR, lambda: self._step_ends(batch))
         return self.should_stop
 

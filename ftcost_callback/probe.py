@@ -3,8 +3,8 @@
 from ftcost_callback.probe import probe_cpu
 estimate_trainer(trainer, gpu=probe_cpu())
 
-The median of the repeats counts: what this machine usually does, its neighbours included, as a step of the run will meet them.
-Each rate is of work as a training step has it: operands come from memory as often as they do there.
+The median of the repeats counts: what this machine usually does, its neighbours included, as a step of the run will meet
+them. Each rate is of work as a training step has it: operands come from memory as often as they do there.
 
 On a CPU this is run in the tests. The part for CUDA is written from torch's documentation and has not been run yet.
 """
@@ -69,7 +69,9 @@ _Clock = Callable[[], float]
 _Say = Callable[[str], None]
 
 
-def probe(device: str | None = None, *, seconds: float = 20.0, num_threads: int | None = None, say: _Say | None = None) -> dict[str, Any]:
+def probe(
+    device: str | None = None, *, seconds: float = 20.0, num_threads: int | None = None, say: _Say | None = None
+) -> dict[str, Any]:
     """A ``GpuSpec`` mapping of ``device`` ("cpu", "cuda", "cuda:1"; default: the first card, else the CPU).
 
     Raises :class:`CostModelError` for a device that is not there or is of another kind.
@@ -125,10 +127,7 @@ def probe_cpu(
         probed["dequantisation_seconds_per_weight"] = bench.dequantisation()
     finally:
         torch.set_num_threads(threads_before)
-    say(
-        f"ftcost: {_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s, "
-        f"{_micro(per_operator)} us an operator"
-    )
+    say(_rates_line(fp32, bf16, bandwidth, per_operator))
     _say_if_busy(waited, say)
     return _present(
         {
@@ -181,7 +180,7 @@ def probe_cuda(device: str = "cuda", *, seconds: float = 20.0, say: _Say | None 
         "allocation_granularity_bytes": granularity,
         "context_bytes": bench.context_bytes(),
     }
-    say(f"ftcost: {_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s, {_micro(per_operator)} us an operator")
+    say(_rates_line(fp32, bf16, bandwidth, per_operator))
     known = facts.get("gpu")
     sheet = find_gpu(known).model_dump(exclude_none=True) if isinstance(known, str) else {}
     return _present(
@@ -217,7 +216,7 @@ class _Bench:
         start = self.clock()
         work()
         taken: list[float] = []
-        while len(taken) < _FEWEST_REPEATS or self.clock() - start < share * self.seconds:
+        while len(taken) < (_FEWEST_REPEATS if self.seconds else 1) or self.clock() - start < share * self.seconds:
             if between is not None:
                 between()
             before = self.clock()
@@ -275,7 +274,7 @@ class _Bench:
     def products(self) -> tuple[float, float]:
         """(FLOP/s of fp32 products of many rows, rows h such that M rows run at M / (M + h) of it).
 
-        Each product has operands that no cache holds, as layer after layer does: forward, the input's gradient, the weight's.
+        Each product has operands that no cache holds, as layer after layer does: forward, both gradients.
         """
         import torch
 
@@ -334,7 +333,7 @@ class _Bench:
 
         def work() -> None:
             query.grad = key.grad = value.grad = None
-            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)  # type: ignore[no-untyped-call]
 
         with torch.enable_grad():
             taken = self.usual_seconds(work, _SHARES["attention"] / len(_ATTENTION_TOKENS))
@@ -349,7 +348,7 @@ class _Bench:
 
         def work() -> None:
             logits = self.full(tokens, _LOSS_VOCABULARY, requires_grad=True)  # fresh, as the head's product writes them
-            torch.nn.functional.cross_entropy(logits, labels).backward()
+            torch.nn.functional.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
 
         with torch.enable_grad():
             taken = self.usual_seconds(work, _SHARES["loss"] / len(_LOSS_TOKENS))
@@ -411,7 +410,9 @@ class _Bench:
             return None
         self.say("ftcost: dequantisation of NF4")
         try:
-            codes, state = functional.quantize_4bit(self.full(_QUANTIZED_SIZE, _QUANTIZED_SIZE, dtype=torch.bfloat16), quant_type="nf4")
+            codes, state = functional.quantize_4bit(
+                self.full(_QUANTIZED_SIZE, _QUANTIZED_SIZE, dtype=torch.bfloat16), quant_type="nf4"
+            )
             taken = self.usual_seconds(lambda: functional.dequantize_4bit(codes, state), _SHARES["dequantisation"])
         except (RuntimeError, NotImplementedError, ValueError):
             return None
@@ -474,8 +475,10 @@ def _giga(rate: float | None) -> str:
     return "no" if rate is None else f"{rate / 1e9:.1f}"
 
 
-def _micro(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds * 1e6:.2f}"
+def _rates_line(fp32: float | None, bf16: float | None, bandwidth: float, per_operator: float | None) -> str:
+    operator = "unknown" if per_operator is None else f"{per_operator * 1e6:.2f}"
+    rates = f"{_giga(fp32)} GFLOP/s in fp32, {_giga(bf16)} in bf16, {bandwidth / 1e9:.1f} GB/s"
+    return f"ftcost: {rates}, {operator} us an operator"
 
 
 def _to_stderr(line: str) -> None:

@@ -26,6 +26,7 @@ from ftcost_callback.run_file import Ledger, run_file_path, write_ledger
 from ftcost_callback.session_opening import Training
 from ftcost_callback.session_plan import Identity, Plan, Settings
 from ftcost_callback.step_resolution import StepResolution, step_row
+from ftcost_callback.training_watch import TrainingWatch
 
 _log = logging.getLogger("ftcost_callback")
 
@@ -65,6 +66,7 @@ class RankRun:
         self.counters = ForwardCounters(boundary, lambda error: None)
         self.record = RecordWriter(boundary, clock)
         self._steps = StepResolution(self.recorder, self.counters, boundary, clock)
+        self._watch: TrainingWatch | None = None
 
     def begin(self, training: Training) -> None:
         self.recorder.start(earlier=self.identity.earlier, furthest_step=self.identity.furthest_step)
@@ -83,10 +85,27 @@ class RankRun:
         self.recorder.pause("other")
         self._steps.host_goes_on()
 
+    def watch_training(self, trainer: Any) -> None:
+        """As :meth:`LiveRun.watch_training`."""
+        self._watch = TrainingWatch(trainer, self.left, closely=self._is_profiling)
+
+    def holds_another(self, trainer: Any) -> bool:
+        """Whether ``trainer`` begins inside this training."""
+        return self._watch is not None and self._watch.holds_another(trainer)
+
+    def epoch_begins(self) -> None:
+        if self._watch is not None:
+            self._boundary.call("training watch", self._watch.epoch_begins)
+
+    def _is_profiling(self) -> bool:
+        return False  # the main process does
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def step_begins(self, *, awaits_batch: bool = False) -> None:
         self._steps.begins(awaits_batch=awaits_batch)
+        if self._watch is not None:
+            self._boundary.call("training watch", self._watch.step_begins)
 
     def micro_batch_ends(self) -> None:
         self._steps.micro_batch_ends()
@@ -232,6 +251,11 @@ class RankRun:
         self._take_experts()
         self._close()
 
+    def left(self) -> None:
+        """As :meth:`LiveRun.left`."""
+        self._boundary.call("token counter", self.counters.detach)
+        self._interpreter_exits()
+
     def abandon(self, *, retried_with: int | None = None) -> Identity:
         """As :meth:`LiveRun.abandon`."""
         self.wait_for_steps()
@@ -261,6 +285,8 @@ class RankRun:
     def release(self) -> None:
         """Hooks and file are gone. May be called at any time, more than once."""
         atexit.unregister(self._interpreter_exits)
+        if self._watch is not None:
+            self._watch.close()
         for let_go in (self.counters.detach, self.record.close):
             try:
                 let_go()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ftcost_callback.expert_balance import expert_balance
-from ftcost_callback.records import ExpertLoad, RankSession, Session, Step, Summary, TokenCounts
+from ftcost_callback.records import ExpertLoad, RankSession, Session, Step, Summary, TokenCounts, is_readable
 
 COUNTS: Final = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "num_samples")
 
@@ -73,10 +73,10 @@ class RankRows:
     def merged(self, row: _Mapping) -> _Mapping:
         """``row`` with what the other processes counted. Rows of other types come back as they are."""
         kind = row.get("type")
+        if (kind != Session.TYPE and self._num_processes == 1) or not is_readable(row):
+            return row
         if kind == Session.TYPE:
             return self._session(row)
-        if self._num_processes == 1:
-            return row
         if kind == Step.TYPE:
             return self._step(row)
         if kind == ExpertLoad.TYPE:
@@ -139,7 +139,7 @@ class RankRows:
             doubts.append(f"counted on {len(counted)} of {self._num_processes} processes")
         try:
             total = _sum_of_matrices([each["tokens_per_expert"] for each in counted.values()])
-        except ValueError:
+        except (ValueError, TypeError):
             total, doubts = [], ["the processes' experts differ in number"]
         if not total:
             return {**row, "status": "not_recorded", "reason": "; ".join(doubts), "tokens_per_expert": []}
@@ -153,10 +153,11 @@ class RankRows:
         own = {name: row[name] for name in COUNTS if row.get(name) is not None}
         sums = self._with_sums_of_ranks(own)
         merged = {**row, **sums}
-        rate, before = row.get("non_padding_tokens_per_second"), own.get("num_non_padding_tokens")
-        after = sums.get("num_non_padding_tokens")
-        if rate is not None and before and after is not None:
-            merged["non_padding_tokens_per_second"] = rate * after / before
+        for name in ("num_tokens", "num_non_padding_tokens"):
+            rate_name = f"{name.removeprefix('num_')}_per_second"
+            rate, before, after = row.get(rate_name), own.get(name), sums.get(name)
+            if rate is not None and before and after is not None:
+                merged[rate_name] = rate * after / before
         return merged
 
     def _with_sums_of_ranks(self, own: _Mapping) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def _added(rows: list[_Mapping], global_step: int) -> _Mapping:
     merged = dict(rows[-1])
     try:
         merged["tokens_per_expert"] = _sum_of_matrices([row["tokens_per_expert"] for row in counted])
-    except ValueError:
+    except (ValueError, TypeError):
         return {**merged, "tokens_per_expert": [], "status": "not_recorded", "reason": "its experts changed in number"}
     if doubtful is not None:
         return {**merged, "status": "partial", "reason": doubtful.get("reason")}
@@ -277,7 +278,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and "type" in row else None
+    return row if isinstance(row, dict) and "type" in row and is_readable(row) else None
 
 
 def _whole(value: object) -> int | None:

@@ -4,6 +4,7 @@ record and nothing else."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 import os
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from typing import Final
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.expert_balance import expert_balance
 from ftcost_callback.ranks import rank_file_path
-from ftcost_callback.records import ExpertLoad, Pause, PauseKind, Row, Step
+from ftcost_callback.records import ExpertLoad, Pause, PauseKind, RankSession, Row, Session, Step
 from ftcost_callback.run_file import RunFile, StepThinner, run_file_path
+
+_log = logging.getLogger("ftcost_callback")
 
 FULL_EXPERT_COUNTS: Final = 500_000  # numbers, about 3 MB
 
@@ -77,6 +80,8 @@ class RecordWriter:
         self._steps = StepThinner()
         self._experts = ExpertThinner()
         self._log_seconds = 0.0
+        self._session: Row | None = None  # whose rows these are
+        self._said_replaced = False
         self.file: RunFile | None = None
         self.flushed_at = 0.0  # clock time
 
@@ -90,6 +95,8 @@ class RecordWriter:
         self._boundary.call("run record", open_file)
 
     def write(self, row: Row) -> None:
+        if isinstance(row, (Session, RankSession)):
+            self._session = row
         if self.file is not None:
             file = self.file
             self._boundary.call("run record", lambda: file.append(row))
@@ -123,10 +130,26 @@ class RecordWriter:
     def flush(self) -> None:
         self.flushed_at = self._clock()
         if self.file is not None:
-            self._boundary.call("run record", self.file.flush)
+            self._boundary.call("run record", self._flush)
+
+    def _flush(self) -> None:
+        if self.file is None:
+            return
+        if self.file.is_replaced:
+            self.file = self.file.reopened(self._session)
+            if not self._said_replaced:
+                self._said_replaced = True
+                _log.warning(
+                    "ftcost: %s was deleted or replaced while training; the record goes on there, the rows before are gone",
+                    self.file.path,
+                )
+        self.file.flush()
 
     def close(self) -> None:
         """May raise ``OSError``; the file is let go all the same."""
-        file, self.file = self.file, None
-        if file is not None:
-            file.close()
+        try:
+            self._flush()
+        finally:
+            file, self.file = self.file, None
+            if file is not None:
+                file.close()

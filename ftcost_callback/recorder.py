@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from ftcost_callback.projection import StepMoments
@@ -103,30 +103,6 @@ def _sum(first: int | None, second: int | None) -> int | None:
     return None if first is None or second is None else first + second
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """The last measured steps of a session, for the projection of the next one on the same ``machine``."""
-
-    machine: str
-    step_seconds: tuple[float, ...] = ()  # oldest first
-    num_tokens: tuple[int, ...] = ()  # of the same steps, or empty
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"machine": self.machine, "step_seconds": self.step_seconds, "num_tokens": self.num_tokens}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any] | None) -> Pace | None:
-        """Inverse of :meth:`to_dict`; ``None`` for what is absent."""
-        if not fields or not fields.get("step_seconds"):
-            return None
-        seconds, tokens = tuple(fields["step_seconds"]), tuple(fields.get("num_tokens") or ())
-        return cls(
-            machine=str(fields.get("machine", "")),
-            step_seconds=tuple(map(float, seconds)),
-            num_tokens=tokens if len(tokens) == len(seconds) else (),
-        )
-
-
 Phase = Literal["forward", "backward", "optimizer", "rollout", "other"]
 
 
@@ -201,6 +177,65 @@ class StepAggregate:
 
     def per_step(self, count: float | None) -> float | None:
         return count / self.num_steps if count is not None and self.num_steps else None
+
+    def plus(self, other: StepAggregate) -> StepAggregate:
+        """Both together; a count that one of them does not know is unknown."""
+        if not (self.num_steps and other.num_steps):
+            return self if self.num_steps else other
+        sums: dict[str, Any] = {}
+        for name in ("num_steps", "step_seconds_sum", "data_wait_seconds_sum", "num_micro_batches", *_AGGREGATE_COUNTS):
+            mine, others = getattr(self, name), getattr(other, name)
+            sums[name] = mine + others if mine is not None and others is not None else None
+        longest = [each for each in (self.longest_sequence_tokens, other.longest_sequence_tokens) if each is not None]
+        phases = None
+        if self.phases is not None and other.phases is not None:
+            share = self.num_steps / sums["num_steps"]
+            phases = PhaseSeconds(
+                forward=share * self.phases.forward + (1 - share) * other.phases.forward,
+                backward=share * self.phases.backward + (1 - share) * other.phases.backward,
+                optimizer=share * self.phases.optimizer + (1 - share) * other.phases.optimizer,
+            )
+        return StepAggregate(**sums, longest_sequence_tokens=max(longest, default=None), phases=phases)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> StepAggregate:
+        """Inverse of ``dataclasses.asdict``; unknown fields are ignored."""
+        known = {each.name: fields[each.name] for each in dataclasses.fields(cls) if each.name in fields}
+        if known.get("phases") is not None:
+            known["phases"] = PhaseSeconds(**known["phases"])
+        return cls(**known)
+
+
+_AGGREGATE_COUNTS: Final = (*TOKEN_FIELDS, "sum_squared_sequence_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast ``machine`` did its steps: the last ones, for the projection of the next session on the same machine, and
+    all of the latest ``num_sessions`` on it, for the rates of the run."""
+
+    machine: str
+    step_seconds: tuple[float, ...] = ()  # oldest first
+    num_tokens: tuple[int, ...] = ()  # of the same steps, or empty
+    steps: StepAggregate = field(default_factory=StepAggregate)
+    num_sessions: int = 0  # in ``steps``
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | None) -> Pace | None:
+        """Inverse of :meth:`to_dict`; ``None`` for what is absent."""
+        if not fields or not (fields.get("step_seconds") or fields.get("steps")):
+            return None
+        seconds, tokens = tuple(fields.get("step_seconds") or ()), tuple(fields.get("num_tokens") or ())
+        return cls(
+            machine=str(fields.get("machine", "")),
+            step_seconds=tuple(map(float, seconds)),
+            num_tokens=tokens if len(tokens) == len(seconds) else (),
+            steps=StepAggregate.from_dict(fields.get("steps") or {}),
+            num_sessions=int(fields.get("num_sessions", 0)),
+        )
 
 
 class _TokenSums:

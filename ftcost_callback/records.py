@@ -7,11 +7,13 @@ Frozen records of plain numbers. A value that was not measured is ``None`` here 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, Final, Literal, get_args
 
 SCHEMA_VERSION: Final = 1
+MAX_NUMBER: Final = 1e90
+"""No measured figure comes near; what is beyond counts as not measured."""
 
 PauseKind = Literal["eval", "save", "log", "other"]
 ExpertStatus = Literal["recorded", "partial", "not_recorded"]
@@ -60,6 +62,9 @@ class Session(Row):
     # What the run had spent before this session, by the ledger of the checkpoint it resumed from.
     earlier_seconds: dict[str, float] | None = None  # bucket -> seconds over earlier sessions
     earlier_tokens: dict[str, int] | None = None  # num_tokens, num_non_padding_tokens, num_supervised_tokens
+    earlier_num_steps: int | None = None  # executed by earlier sessions, repeated ones included
+    earlier_data_wait_seconds: float | None = None  # part of their training seconds
+    earlier_wasted_seconds: float | None = None  # of their repeated steps
     max_steps: int | None = None
     num_processes: int | None = None  # that train this run; tokens and experts in this file are the main one's
     tensor_parallel_size: int | None = None  # processes that are given the same batch
@@ -281,8 +286,12 @@ class Summary(Row):
     num_non_padding_tokens: int | None = None
     num_supervised_tokens: int | None = None
     spent_usd: float | None = None
-    step_seconds_mean: float | None = None  # warm-up left out
-    first_step_seconds: float | None = None
+    # Means and rates: over the steps of all sessions, the first of each left out; over those of the latest
+    # ``num_sessions_in_rates`` where the machine changed before them, or the sessions before left no count of their steps.
+    num_sessions_in_rates: int | None = None
+    step_seconds_mean: float | None = None
+    first_step_seconds: float | None = None  # of this session
+    tokens_per_second: float | None = None  # computed, padding inside
     non_padding_tokens_per_second: float | None = None
     forward_seconds_mean: float | None = None  # of a step, warm-up left out
     backward_seconds_mean: float | None = None
@@ -326,6 +335,51 @@ class TrainerLog:
 
 
 ROW_TYPES: Final = {kind.TYPE: kind for kind in (Session, Step, Pause, ExpertLoad, Profile, Budget, OutOfMemory, Summary)}
+
+
+def is_readable(row: Mapping[str, Any]) -> bool:
+    """Whether this version can count with a row of JSON: each field is of its declared kind, or is null or absent where it
+    may be. A row of a type whose figures are not added up always is."""
+    fields_of_row = _FIELDS.get(row["type"]) if isinstance(row.get("type"), str) else None
+    if fields_of_row is None:
+        return True
+    for name, value in row.items():
+        is_right = fields_of_row.get(name)
+        if is_right is not None and value is not None and not is_right(value):
+            return False
+    return all(row.get(name) is not None for name in _NEEDED[row["type"]])
+
+
+def is_number(value: object) -> bool:
+    """Finite, so far from the largest float that sums and products of a record stay finite, and no truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -MAX_NUMBER < value < MAX_NUMBER
+
+
+def _check_of(declared: str) -> Callable[[Any], bool] | None:
+    """Of a field of that declared type; ``None``: anything will do."""
+    kind = declared.removesuffix(" | None")
+    if set(kind.split(" | ")) <= {"int", "float"}:
+        return is_number
+    if kind in ("dict[str, float]", "dict[str, int]"):
+        return lambda value: isinstance(value, Mapping) and all(map(is_number, value.values()))
+    if kind.startswith("dict["):
+        return lambda value: isinstance(value, Mapping)
+    if kind.startswith("list["):
+        return lambda value: isinstance(value, list)
+    if kind == "PauseKind":
+        return lambda value: value in get_args(PauseKind)
+    return None
+
+
+def _is_needed(each: Field[Any]) -> bool:
+    """A number without which the row says nothing."""
+    is_counted = _check_of(str(each.type)) is is_number or each.type == "PauseKind"
+    return is_counted and each.default is MISSING and each.default_factory is MISSING
+
+
+_READ: Final = (*ROW_TYPES.values(), RankSession)
+_FIELDS: Final = {row.TYPE: {each.name: _check_of(str(each.type)) for each in fields(row)} for row in _READ}
+_NEEDED: Final = {row.TYPE: [each.name for each in fields(row) if _is_needed(each)] for row in _READ}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -300,6 +300,7 @@ def _cards_html(run: ReportedRun) -> str:
     peak, peak_predicted = run.peak_bytes(peak_name), predicted_memory(before).get(peak_name)
     peak_flops = finite(device.get("peak_flops_per_second"))
     no_prediction = "none in the record"
+    of_sessions = f", {run.sessions_in_rates}" if run.sessions_in_rates else ""
 
     def was_predicted(key: str, text: Callable[[float], str]) -> str:
         value = finite(before.get(key))
@@ -312,7 +313,7 @@ def _cards_html(run: ReportedRun) -> str:
             "Total, measured over predicted" if run.is_complete else "Total, projected over predicted",
             f"{ratio:.2f}" if ratio else None,
             ratio_note,
-            absent="no prediction" if not before else "not known yet",
+            absent="no prediction" if not before else "not comparable" if run.predicted_gpu else "not known yet",
         ),
         _card(
             "Wall time" if run.is_over else "Wall time so far",
@@ -320,13 +321,13 @@ def _cards_html(run: ReportedRun) -> str:
             was_predicted("total_seconds", duration),
         ),
         _card(
-            "Tokens/s, padding left out",
+            "Tokens/s, padding left out" + of_sessions,
             count(tokens) if tokens else None,
             was_predicted("non_padding_tokens_per_second", count),
         ),
-        _card("Step time, mean", duration(step) if step else None, was_predicted("step_seconds", duration)),
+        _card("Step time, mean" + of_sessions, duration(step) if step else None, was_predicted("step_seconds", duration)),
         _card(
-            "MFU",
+            "MFU" + of_sessions,
             percent(mfu) if mfu is not None else None,
             f"of {peak_flops / 1e12:,.4g} TFLOP/s"
             if peak_flops and mfu is not None
@@ -453,7 +454,8 @@ def _predictions_html(run: ReportedRun) -> str:
             known = known or predicted is not None
             span = _range(source.get(key + "_low"), source.get(key + "_high"), text)
             cells.append("–" if predicted is None else escape(text(predicted)) + _range_html(span))
-            cells.append(f"{value / predicted:.2f}" if value is not None and predicted else "–")
+            comparable = value is not None and predicted and run.predicted_gpu is None
+            cells.append(f"{value / predicted:.2f}" if comparable and value and predicted else "–")
         if known:
             rows.append([name, escape(text(value)) if value is not None else "–", *cells])
     head = ["", "Measured" if run.is_complete else "Measured so far"]
@@ -462,7 +464,13 @@ def _predictions_html(run: ReportedRun) -> str:
     bound = run.best_prediction.get("step")
     bound = bound.get("bound_by") if isinstance(bound, dict) else None
     bound_text = f" The step was expected to be bound by {escape(str(bound)).replace('_', ' ')}." if bound else ""
-    return _section(title, f"1.00 is on plan.{bound_text}", _table(head, rows))
+    explanation = "1.00 is on plan. "
+    if run.predicted_gpu is not None:
+        explanation = f"The prediction is for {escape(run.predicted_gpu)}, which did not train: it is not comparable. "
+    explanation += "Step time and rates leave out the first step of each session and all pauses."
+    if run.sessions_in_rates:
+        explanation += f" They are of the {run.sessions_in_rates}, on one machine."
+    return _section(title, explanation + bound_text, _table(head, rows))
 
 
 def _range_html(span: str) -> str:
@@ -621,9 +629,9 @@ def _uneven_layers(run: ReportedRun) -> str:
 def _job_html(run: ReportedRun) -> str:
     series = run.series
     groups = [
-        ("Job", _flat(series.session("job"))),
+        ("Job", _flat(_summarised(series.session("job")))),
         ("Model", _flat(series.session("model"))),
-        ("Device", _flat(series.session("device"))),
+        ("Device", _flat(_summarised(series.session("device")))),
         ("Price", _flat(series.session("price"))),
         ("Versions", _flat(series.session("versions"))),
     ]
@@ -644,6 +652,32 @@ def _job_html(run: ReportedRun) -> str:
     if series.budgets:
         content += "<h3>Budget</h3>" + _budget_list(run)
     return _section("The run", "", content)
+
+
+_MODEL_SIZES: Final = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "vocab_size",
+)
+
+
+def _summarised(row: Mapping[str, Any]) -> dict[str, Any]:
+    """With the model's type and sizes in place of its whole config, and a described card's name in place of its rates."""
+    model, gpu = row.get("model"), row.get("gpu")
+    shown = dict(row)
+    if isinstance(model, dict) and model.get("model_type"):
+        sizes = [f"{name} {model[name]}" for name in _MODEL_SIZES if model.get(name) is not None]
+        shown["model"] = ", ".join([str(model.get("_name_or_path") or model["model_type"]), *sizes])
+    if isinstance(gpu, dict) and gpu.get("name"):
+        shown["gpu"] = gpu["name"]
+    return shown
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

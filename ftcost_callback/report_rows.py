@@ -47,7 +47,10 @@ def summary_text(row: Mapping[str, Any]) -> str:
     ]
     rates = []
     if row.get("non_padding_tokens_per_second") is not None:
-        rates.append(f"{row['non_padding_tokens_per_second']:,.0f} tokens/s")
+        number, of_sessions = row.get("num_sessions_in_rates"), ""
+        if number is not None and number < (row.get("num_sessions") or 1):
+            of_sessions = f" (last {'session' if number == 1 else f'{number} sessions'})"
+        rates.append(f"{row['non_padding_tokens_per_second']:,.0f} tokens/s{of_sessions}")
     if row.get("mfu") is not None:
         rates.append(f"MFU {percent(row['mfu'])}")
     predicted = []
@@ -108,7 +111,8 @@ def _figures(run: ReportedRun) -> dict[str, Any]:
         name: value
         for name, value in _present(dict(series.summary or {})).items()
         # A figure that is no number does not replace the one counted from the rows.
-        if name != "type" and (name == "status" or name not in own or finite(value) is not None)
+        if name not in ("type", "step_seconds_mean", "non_padding_tokens_per_second")  # own, of all sessions
+        and (name == "status" or name not in own or finite(value) is not None)
     }
     return _present(own) | written
 

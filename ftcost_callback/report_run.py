@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -82,26 +81,51 @@ class ReportedRun:
         return self.totals.finished
 
     @property
-    def steady_step_seconds(self) -> float | None:
-        """Mean step, the first step of each session left out; the summary's own figure where there is one."""
-        said = self.series.summary_value("step_seconds_mean")
-        if said is not None:
-            return said
+    def sessions_in_rates(self) -> str:
+        """Which sessions the rates hold; empty where it is all of them."""
+        number, of = self.series.summary_value("num_sessions_in_rates"), self.series.summary_value("num_sessions")
+        if number is None or of is None or number >= of:
+            return ""
+        return "last session" if number == 1 else f"last {number:.0f} sessions"
+
+    def _said_rate(self, name: str) -> float | None:
+        """The summary's, where it holds all steps of the run: older records hold the last session's."""
+        of_one_session = self.series.summary_value("num_sessions") in (None, 1.0)
+        if of_one_session or self.series.summary_value("num_sessions_in_rates") is not None:
+            return self.series.summary_value(name)
+        return None
+
+    def _per_step(self, name: str) -> tuple[float, float] | None:
+        """(sum, steps) of a column over the rows that know it, the first row of each session and profiled steps left out."""
         columns = self.series.columns
-        sessions, seconds, is_profiled = columns["session_index"], columns["step_seconds"], columns["is_profiled"]
-        steady = (
-            place for place in range(1, len(seconds)) if sessions[place] == sessions[place - 1] and is_profiled[place] != 1
-        )
-        kept = [seconds[place] for place in steady]
-        kept = kept or self.series.measured("step_seconds")
-        return statistics.fmean(kept) if kept else None
+        sessions, is_profiled, values = columns["session_index"], columns["is_profiled"], columns[name]
+        places = [place for place, value in enumerate(values) if value == value]
+        steady = [
+            place for place in places if place > 0 and sessions[place] == sessions[place - 1] and is_profiled[place] != 1
+        ]
+        pairs = [(values[place], columns["num_steps"][place]) for place in steady or places]
+        num_steps = math.fsum(count for _, count in pairs)
+        return (math.fsum(value * count for value, count in pairs), num_steps) if num_steps else None
+
+    @property
+    def steady_step_seconds(self) -> float | None:
+        """Mean step of all sessions, the first step of each left out; the summary's own figure where there is one."""
+        said, sums = self._said_rate("step_seconds_mean"), self._per_step("step_seconds")
+        return said if said is not None else sums[0] / sums[1] if sums is not None else None
 
     def tokens_per_second(self, name: str) -> float | None:
-        """Tokens of that kind over training time (data wait inside, pauses outside), the whole run."""
-        said = self.series.summary_value(name.removeprefix("num_") + "_per_second")
-        tokens = first_known(self.series.summary_value(name), self.series.total(name))
-        seconds = first_known(self.series.summary_value("train_seconds"), self.series.total("step_seconds"))
-        return said if said is not None else tokens / seconds if tokens and seconds else None
+        """Tokens of that kind over the seconds of the same steps: data wait inside, pauses and first steps outside."""
+        said = self._said_rate(name.removeprefix("num_") + "_per_second")
+        if said is not None:
+            return said
+        tokens, step = self._per_step(name), self.steady_step_seconds
+        return tokens[0] / tokens[1] / step if tokens is not None and tokens[0] and step else None
+
+    @property
+    def predicted_gpu(self) -> str | None:
+        """The card that was predicted for, where it is not the device that trained."""
+        name = self.series.session("device").get("predicted_gpu")
+        return str(name) if name else None
 
     @property
     def mfu(self) -> float | None:
@@ -150,6 +174,8 @@ def plan_ratio(run: ReportedRun) -> tuple[float | None, str]:
             return run.final_usd / predicted_usd
         return run.final_seconds / predicted_seconds if run.final_seconds is not None and predicted_seconds else None
 
+    if run.predicted_gpu is not None:
+        return None, f"the prediction is for {run.predicted_gpu}, not the device that trained"
     first, later = ratio(run.before), ratio(run.tokens_seen)
     return first, f"{later:.2f} on the tokens really seen" if later else "1.00 is on plan" if first else ""
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from costmodel.errors import CostModelError
 from ftcost_callback.ranks import RankRows, last_session
-from ftcost_callback.records import ROW_TYPES, SCHEMA_VERSION
+from ftcost_callback.records import MAX_NUMBER, ROW_TYPES, SCHEMA_VERSION
 
 MAX_POINTS: Final = 2000
 """Points of one drawn series; beyond that a browser shows no more and the page only grows."""
@@ -72,8 +72,8 @@ _NUMBERS: Final = frozenset({int, float, bool})
 
 
 def finite(value: object) -> float | None:
-    """``value`` as a float, or ``None`` when it is no finite number."""
-    if isinstance(value, (int, float)) and math.isfinite(value):
+    """``value`` as a float, or ``None`` when it is no finite number, or one so large that sums of it are not."""
+    if isinstance(value, (int, float)) and -MAX_NUMBER < value < MAX_NUMBER:
         return float(value)
     return None
 
@@ -412,8 +412,8 @@ class _Reader:
 
 
 def _is_finite(value: Any) -> bool:
-    """As :func:`finite`, for millions of values of JSON: ``value - value`` is 0 for a finite number alone."""
-    return type(value) in _NUMBERS and value - value == 0
+    """As :func:`finite`, for millions of values of JSON."""
+    return type(value) in _NUMBERS and -MAX_NUMBER < value < MAX_NUMBER
 
 
 def _pad(name: str, column: array[float], count: int) -> None:

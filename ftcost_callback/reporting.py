@@ -58,6 +58,8 @@ def measured_of(
     throttle_reasons: int | None = None,
     dataloader_num_workers: int | None = None,
     processor_wait_fraction: float | None = None,
+    median_step_seconds: float | None = None,
+    predicted_gpu: str | None = None,
 ) -> Measured:
     """What :func:`compare` holds against an estimate."""
     steps, replicas = standing.steps, standing.num_replicas
@@ -78,6 +80,8 @@ def measured_of(
         processor_wait_fraction=processor_wait_fraction,
         mfu=standing.mfu,
         dataloader_num_workers=dataloader_num_workers,
+        median_step_seconds=median_step_seconds,
+        predicted_gpu=predicted_gpu,
     )
 
 
@@ -92,7 +96,8 @@ def summary_of_all(summary: Summary, num_replicas: int) -> Summary:
     """
     if num_replicas == 1:
         return summary
-    names = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens", "non_padding_tokens_per_second")
+    counts = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens")
+    names = (*counts, "tokens_per_second", "non_padding_tokens_per_second")
     scaled: dict[str, Any] = {name: _times(num_replicas, getattr(summary, name)) for name in names}
     return dataclasses.replace(summary, **scaled)
 
@@ -199,6 +204,7 @@ def summary_of(
     standing: Standing,
     *,
     num_sessions: int,
+    num_sessions_in_rates: int,
     first_step_seconds: float | None,
     energy_joules: float | None,
     predictions: Sequence[Prediction],
@@ -206,7 +212,7 @@ def summary_of(
     stopped_at_budget: bool,
     expert_balance: dict[str, Any] | None = None,
 ) -> Summary:
-    """The last row of a session: totals over the run, rates of this session."""
+    """The last row of a session: totals over the run; rates over ``standing.steps``, those of ``num_sessions_in_rates``."""
     totals, steps = standing.totals, standing.steps
     finished = standing.max_steps is not None and standing.global_step >= standing.max_steps
     status: Literal["finished", "stopped"] = "finished" if finished else "stopped"
@@ -229,8 +235,10 @@ def summary_of(
         num_non_padding_tokens=totals.num_non_padding_tokens,
         num_supervised_tokens=totals.num_supervised_tokens,
         spent_usd=standing.spent_usd,
+        num_sessions_in_rates=num_sessions_in_rates,
         step_seconds_mean=steps.step_seconds,
         first_step_seconds=first_step_seconds,
+        tokens_per_second=steps.per_second(steps.num_tokens),
         non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
         forward_seconds_mean=steps.phases.forward if steps.phases is not None else None,
         backward_seconds_mean=steps.phases.backward if steps.phases is not None else None,
@@ -249,7 +257,8 @@ def summary_of(
         projected_total_usd_low=projection.projected_usd_low if not finished else None,
         projected_total_usd_high=projection.projected_usd_high if not finished else None,
         measured_over_predicted={
-            each.basis: _ratios(each.estimate, standing, measured, with_totals=finished) for each in predictions
+            each.basis: _ratios(each.estimate, standing, measured, with_totals=finished and measured.predicted_gpu is None)
+            for each in predictions
         }
         or None,
         verdict=standing.comparison.verdict,

@@ -33,6 +33,8 @@ from ftcost_callback.records import (
     Step,
     Summary,
     TokenCounts,
+    is_number,
+    is_readable,
 )
 
 FOLDER_NAME: Final = "_ftcost"  # the underscore keeps push_to_hub from publishing it
@@ -66,6 +68,26 @@ class RunFile:
         self._at_exit = weakref.finalize(self, _write_rows, self._descriptor, self._waiting, self._process_id)
         if ends_inside_a_line:
             _write(self._descriptor, b"\n")  # the line that a kill cut off stays alone
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether its path was deleted, or is another file by now."""
+        if self._descriptor is None or self._process_id != os.getpid():
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # a disk that does not answer; writing will say so
+
+    def reopened(self, first: Row | None) -> RunFile:
+        """At the same path, its folder made anew: ``first``, then the rows that wait. This one is closed."""
+        again = RunFile(self.path)
+        waiting, self._waiting[:] = list(self._waiting), ()
+        again._waiting += [*(() if first is None or first in waiting else (first,)), *waiting]
+        self.close()
+        return again
 
     def append(self, row: Row) -> None:
         """Keep one row for the next :meth:`flush`."""
@@ -230,6 +252,10 @@ def read_ledger(checkpoint_dir: str | os.PathLike[str], *, rank: int = 0) -> Led
     path = ledger_path(checkpoint_dir, rank)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
+        spending = {name: fields.get(name) for name in ("spent_usd", "energy_joules")}
+        for name, value in [*fields["totals"].items(), *spending.items()]:
+            if value is not None and not is_number(value):
+                raise TypeError(f"{name} is {value!r}")
         return Ledger(
             run_id=str(fields["run_id"]),
             session_index=int(fields["session_index"]),
@@ -248,7 +274,8 @@ def read_ledger(checkpoint_dir: str | os.PathLike[str], *, rank: int = 0) -> Led
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The rows of one run, in the order they were written. ``num_unread_lines``: cut off or of an unknown type."""
+    """The rows of one run, in the order they were written. ``num_unread_lines``: cut off, of an unknown type, or holding
+    what this version does not know."""
 
     path: Path
     run_id: str
@@ -282,8 +309,8 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ran
     """The last run in a record (or the one named ``run_id``), its tokens and expert loads summed over its processes.
 
     ``path``: the file, its ``_ftcost`` folder, or the ``output_dir`` above it. ``all_ranks=False``: the main process
-    alone. A line that was cut off, a row of an unknown type and unknown fields are passed over. Raises
-    :class:`CostModelError` for anything that is no run record.
+    alone. A line that was cut off, a row of an unknown type or with a value of the wrong kind, and unknown fields are passed
+    over. Raises :class:`CostModelError` for anything that is no run record.
     """
     file = _find_record(Path(path))
     rows: list[Mapping[str, Any]] = []
@@ -308,6 +335,9 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ran
         if row.get("type") == Session.TYPE:
             inside = row.get("run_id") == wanted
         if not inside:
+            continue
+        if not is_readable(row):
+            num_unread_lines += 1
             continue
         if ranks is not None:
             row = ranks.merged(row)
@@ -335,12 +365,16 @@ class _RowTotals:
         self.spent_usd: float | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """A row that is readable (:func:`is_readable`); null is as absent."""
+        row = {name: value for name, value in row.items() if value is not None}
         kind = row["type"]
         if kind == Session.TYPE:
             if (earlier := row.get("earlier_seconds")) is not None:
                 tokens = row.get("earlier_tokens") or {}
                 known = {name: earlier.get(name, 0.0) for name in BUCKETS}
                 known |= {name: tokens.get(name) for name in TOKEN_FIELDS if name != "num_samples"}
+                for name in ("num_steps", "data_wait_seconds", "wasted_seconds"):  # absent in older records
+                    known |= {name: value} if (value := row.get(f"earlier_{name}")) is not None else {}
                 self.totals = dataclasses.replace(self.totals, **known)
             self.totals = self.totals.plus(startup_seconds=row.get("startup_seconds", 0.0))
         elif kind == Step.TYPE:

@@ -12,6 +12,7 @@ from costmodel.errors import CostModelError
 from costmodel.specs import Price
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.budget import BudgetWatch
+from ftcost_callback.comparison import not_comparable
 from ftcost_callback.live_flops import ATTENTION_CONVENTION, FlopsCounter
 from ftcost_callback.live_prediction import LivePrediction
 from ftcost_callback.peak_memory import PeakMemory
@@ -45,11 +46,13 @@ class Opened:
     session: Session
     job: dict[str, Any] | None
     machine: str | None  # two sessions with the same one may share a pace
+    predicted_gpu: str | None  # the card that gpu= names, where that is not the device that trains
     prediction: LivePrediction
     flops: FlopsCounter | None
     peak_flops_per_second: float | None
     spending: Spending
     budget: BudgetWatch
+    unwatched: list[str]  # those of the session's notes that say what of the budget is not watched
 
 
 def open_session(
@@ -73,9 +76,16 @@ def open_session(
     flops = call("FLOPs", lambda: flops_counter(job)) if peak_flops_per_second is not None else None
     prediction = LivePrediction(settings, job, on_cpu=training.device.type == "cpu")
     call("prediction", lambda: prediction.predict(training.steps_done, notes))
+    predicted_gpu = call("device facts", lambda: another_gpu(settings.gpu, device))
+    if predicted_gpu is not None:
+        device = {**device, "predicted_gpu": predicted_gpu}
+        if settings.predict:
+            notes.append(f"{not_comparable(predicted_gpu)}; leave gpu= out to predict for the device that trains")
     found = call("price", lambda: find_price(settings, plan, job, notes))
     price, usd_per_hour = found if found is not None else (None, None)
+    num_notes = len(notes)
     budget = watch_budget(settings, identity, plan, notes, has_price=usd_per_hour is not None)
+    unwatched = notes[num_notes:]
     earlier = identity.earlier
     session = Session(
         run_id=identity.run_id,
@@ -85,6 +95,9 @@ def open_session(
         startup_seconds=startup_seconds,
         earlier_seconds=earlier.seconds if earlier is not None else None,
         earlier_tokens=earlier.tokens if earlier is not None else None,
+        earlier_num_steps=earlier.num_steps if earlier is not None else None,
+        earlier_data_wait_seconds=earlier.data_wait_seconds if earlier is not None else None,
+        earlier_wasted_seconds=earlier.wasted_seconds if earlier is not None else None,
         max_steps=plan.max_steps,
         num_processes=plan.num_processes if plan.num_processes > 1 else None,
         tensor_parallel_size=plan.tensor_parallel_size if plan.tensor_parallel_size > 1 else None,
@@ -102,6 +115,7 @@ def open_session(
         session=session,
         job=job,
         machine=f"{plan.num_devices} x {device.get('name', device['kind'])}" if device else None,
+        predicted_gpu=predicted_gpu,
         prediction=prediction,
         flops=flops,
         peak_flops_per_second=peak_flops_per_second,
@@ -110,6 +124,7 @@ def open_session(
             earlier_usd=identity.earlier_spent_usd,
         ),
         budget=budget,
+        unwatched=unwatched,
     )  # fmt: skip
 
 
@@ -147,6 +162,20 @@ def read_device(training: Training, settings: Settings, job: Mapping[str, Any] |
     return facts
 
 
+def another_gpu(predicted: str | Mapping[str, Any] | None, device: Mapping[str, Any]) -> str | None:
+    """The card that is named, where the device that trains is known to be another one; ``None`` for a described device."""
+    from costmodel.catalog import find_gpu
+
+    if not isinstance(predicted, str):
+        return None
+    if device.get("kind") == "cpu":
+        return predicted
+    try:
+        return predicted if find_gpu(predicted) != find_gpu(str(device.get("name"))) else None
+    except CostModelError:
+        return None  # a name that fits no card, or more than one
+
+
 def flops_counter(job: Mapping[str, Any] | None) -> FlopsCounter | None:
     if job is None:
         return None
@@ -182,13 +211,11 @@ def watch_budget(settings: Settings, identity: Identity, plan: Plan, notes: list
     budget_usd = settings.budget_usd
     if budget_usd is not None and not has_price:
         notes.append("budget_usd is not watched: there is no price; give usd_per_gpu_hour or cloud")
-        _log.warning("ftcost: %s", notes[-1])
         budget_usd = None
     stop = settings.stop_at_budget
     if stop and plan.num_processes > 1:
         # The processes' clocks differ: one would stop a step before the others, which then wait for it for ever.
         notes.append("stop_at_budget only warns with several processes, which would not stop at the same step")
-        _log.warning("ftcost: %s", notes[-1])
         stop = False
     return BudgetWatch(
         budget_usd=budget_usd, budget_hours=settings.budget_hours, stop_at_budget=stop, crossed=identity.crossed_thresholds

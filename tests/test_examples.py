@@ -150,7 +150,8 @@ def run_small(arguments: list[str], folder: Path) -> str:
 def test_small_example_runs(name: str, says: str, tmp_path: Path) -> None:
     if name == "sft_qlora_mixtral":
         pytest.importorskip("bitsandbytes", reason="4-bit loading needs bitsandbytes")
-    said = run_small([sys.executable, str(EXAMPLES / f"{name}.py"), "--tiny", "--output-dir", str(tmp_path / "out")], tmp_path)
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--tiny", "--output-dir", str(tmp_path / "out")]
+    said = run_small(command, tmp_path)
     assert says in said
 
 
@@ -178,6 +179,14 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert "2 lines" in run_small([sys.executable, "-c", stand_in + code + check], tmp_path)
 
 
+def test_every_python_example_has_a_tiny_size() -> None:
+    files = sorted(EXAMPLES.glob("*.py"))
+    own = {"tiny.py", "finetune_with_live_cost.py"}  # the first makes the rest tiny; the second is small without a flag
+    without = [each.name for each in files if each.name not in own and "given.tiny" not in each.read_text()]
+    assert len(files) > len(own)
+    assert without == []
+
+
 def test_every_example_is_in_the_list() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".sh", ".ipynb"}} - {"tiny.py"}
@@ -187,7 +196,7 @@ def test_every_example_is_in_the_list() -> None:
 @pytest.mark.slow
 def test_the_loop_of_ones_own_is_recorded_profiled_and_reported(tmp_path: Path) -> None:
     script = SCRIPT.with_name("plain_accelerate_loop.py")
-    flags = ["--num-samples", "64", "--epochs", "2", "--usd-per-gpu-hour", "2.5", "--output-dir", str(tmp_path)]
+    flags = ["--tiny", "--num-samples", "64", "--epochs", "2", "--usd-per-gpu-hour", "2.5", "--output-dir", str(tmp_path)]
     done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["global_step"] for row in rows_of(tmp_path, "step")] == list(range(1, 17))

@@ -24,9 +24,11 @@ class ConsoleSink:
         self._stream = stream
         self._live: Any = None  # a notebook's place for the line of the last log
         self._num_processes = 1
+        self._said: set[str] = set()  # why nothing was predicted
 
     def open(self, session: Session, prediction: Prediction | None) -> None:
         self._live = None
+        self._said = set()
         self._num_processes = session.num_processes or 1
         if session.resumed_from_step:
             earlier = sum((session.earlier_seconds or {}).values())
@@ -34,10 +36,16 @@ class ConsoleSink:
         if prediction is not None:
             self.prediction(prediction)
         for note in session.notes or []:
-            self._write(note)
+            if note not in self._said:
+                self._write(note)
 
     def prediction(self, prediction: Prediction) -> None:
-        self._write(prediction_line(prediction))
+        figures = prediction_figures(prediction)
+        missing = None if figures else what_is_missing(prediction)
+        if missing is None or missing not in self._said:  # a second prediction that lacks the same says nothing new
+            self._write(prediction_line(prediction))
+        if missing is not None:
+            self._said.add(missing)
 
     def log(self, window: Window, extra: Mapping[str, Any]) -> None:
         line = window_line(window)
@@ -83,7 +91,24 @@ def notebook_display() -> Any:
 
 
 def prediction_line(prediction: Prediction) -> str:
-    """What the run was predicted to take; says so where that is not known."""
+    """What the run was predicted to take; where that is not known, what is missing."""
+    basis = "predicted" if prediction.basis == "before" else "predicted on the tokens seen"
+    figures = prediction_figures(prediction)
+    return f"{basis}: {', '.join(figures)}" if figures else f"not {basis}: {what_is_missing(prediction)}"
+
+
+def what_is_missing(prediction: Prediction) -> str:
+    """Of a prediction without figures, with the way out: the estimate's own words where it has some."""
+    answer = prediction.estimate
+    warnings = [str(each) for each in answer.get("warnings") or []]
+    if (answer.get("job") or {}).get("gpu") is None:
+        known = [each for each in warnings if each.startswith(("trained on a CPU", "no gpu is given"))]
+        return known[0] if known else "no GPU is known; name one, gpu='H100 SXM' (say)"
+    return "; ".join(warnings) or "the estimate gives no reason"
+
+
+def prediction_figures(prediction: Prediction) -> list[str]:
+    """Dollars, time and memory, as far as they are known."""
     answer = prediction.estimate
     total, usd = answer.get("total_seconds"), answer.get("total_usd")
     parts = []
@@ -98,8 +123,7 @@ def prediction_line(prediction: Prediction) -> str:
         of = f" of {memory['capacity_bytes'] / GIB:.1f}" if memory.get("capacity_bytes") else ""
         verdict = f" ({str(answer['verdict']).replace('_', ' ')})" if answer.get("verdict") else ""
         parts.append(f"peak {memory['peak_device_bytes'] / GIB:.1f}{of} GiB{verdict}")
-    basis = "predicted" if prediction.basis == "before" else "predicted on the tokens seen"
-    return f"{basis}: {', '.join(parts) if parts else 'nothing (no GPU, model or lengths known)'}"
+    return parts
 
 
 def window_line(window: Window) -> str | None:
@@ -179,7 +203,7 @@ def summary_lines(summary: Summary, num_processes: int = 1) -> list[str]:
     if summary.num_non_padding_tokens is not None:
         facts.append(f"{about}{summary.num_non_padding_tokens:,} tokens")
     if summary.non_padding_tokens_per_second is not None:
-        facts.append(f"{about}{summary.non_padding_tokens_per_second:,.0f} tokens/s")
+        facts.append(f"{about}{summary.non_padding_tokens_per_second:,.0f} tokens/s{rates_of(summary)}")
     if summary.mfu is not None:
         facts.append(f"MFU {summary.mfu:.1%}")
     if summary.peak_allocated_bytes is not None:
@@ -189,6 +213,14 @@ def summary_lines(summary: Summary, num_processes: int = 1) -> list[str]:
     if summary.verdict:
         lines.append(summary.verdict)
     return lines
+
+
+def rates_of(summary: Summary) -> str:
+    """Which sessions the rates hold, where it is not all of them."""
+    number = summary.num_sessions_in_rates
+    if number is None or number >= summary.num_sessions:
+        return ""
+    return " (this session)" if number == 1 else f" (the last {number} sessions)"
 
 
 def duration(seconds: float) -> str:

@@ -53,7 +53,7 @@ class WandbSink:
     ) -> None:
         metrics_for(detail)  # refuses an unknown detail here rather than at the first log
         self._detail: Detail = detail
-        self._now = now if now is not None else lambda: datetime.now(timezone.utc)
+        self._now = now if now is not None else _utc_now
         self._is_reachable = is_reachable if is_reachable is not None else server_answers
         self._run: Any = None
         self._config: dict[str, Any] = {}
@@ -180,6 +180,10 @@ class WandbSink:
             else "it is not installed (pip install 'ftcost[wandb]')"
         )
         _log.info("ftcost: nothing goes to Weights & Biases: %s", reason)
+
+
+def _utc_now() -> datetime:
+    return datetime.now(timezone.utc)
 
 
 def server_answers(base_url: str) -> bool:

@@ -64,8 +64,10 @@ class Ledger:
             num_non_padding_tokens=self.num_non_padding_tokens,
             num_supervised_tokens=self.num_supervised_tokens,
             spent_usd=self.usd(self.wall_seconds),
+            num_sessions_in_rates=fields["num_sessions"],
             step_seconds_mean=sum(self.trained_seconds[1:]) / max(1, len(self.trained_seconds) - 1),
             first_step_seconds=self.trained_seconds[0],
+            tokens_per_second=self.num_tokens / self.seconds["train"],
             non_padding_tokens_per_second=self.num_non_padding_tokens / self.seconds["train"],
             **fields,
         ).to_row()

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import json
+import pickle
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TickingClock, TokenRows, num_hooks, tiny_llama, tiny_mixtral, tiny_trainer, training_arguments
+from tiny_runs import (
+    FakeClock,
+    TickingClock,
+    TokenRows,
+    num_hooks,
+    pad_right,
+    tiny_llama,
+    tiny_mixtral,
+    tiny_trainer,
+    training_arguments,
+)
 from transformers import TrainerCallback
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback
 from ftcost_callback.arguments import BillingStart, process_age_seconds
+from ftcost_callback.report_html import render_report
+from ftcost_callback.report_series import read_series
 from ftcost_callback.run_file import read_ledger, read_run
-from ftcost_callback.sinks import InMemorySink
+from ftcost_callback.sinks import ConsoleSink, InMemorySink
 
 
 def callback(**settings: Any) -> FTCostCallback:
@@ -159,8 +176,30 @@ def test_a_resume_goes_on_with_the_run(tmp_path: Path) -> None:
     assert summary.num_tokens == sum(step.num_tokens or 0 for step in record.steps)
     assert summary.train_seconds == pytest.approx(sum(step.step_seconds for step in record.steps))
     assert summary.spent_usd == pytest.approx(summary.wall_seconds / 1000)
-    # Rates are this session's.
-    assert summary.step_seconds_mean == pytest.approx(record.steps[-1].step_seconds)
+    # Rates are of all sessions, the first step of each left out, on one basis.
+    measured = [step for step in record.steps if step.global_step not in (1, 5)]
+    seconds = sum(step.step_seconds for step in measured)
+    assert summary.num_sessions_in_rates == 2
+    assert summary.step_seconds_mean == pytest.approx(seconds / 4)
+    assert summary.tokens_per_second == pytest.approx(sum(step.num_tokens or 0 for step in measured) / seconds)
+    assert summary.non_padding_tokens_per_second == pytest.approx(
+        sum(step.num_non_padding_tokens or 0 for step in measured) / seconds
+    )
+
+
+def test_rates_leave_out_sessions_on_another_machine(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    path = tmp_path / "checkpoint-4" / "ftcost_ledger.json"
+    ledger = json.loads(path.read_text())
+    assert (ledger["pace"]["num_sessions"], ledger["pace"]["steps"]["num_steps"]) == (1, 3)
+    ledger["pace"]["machine"] = "8 x another"
+    path.write_text(json.dumps(ledger))
+    tiny_trainer(tmp_path, [callback()], max_steps=6).train(resume_from_checkpoint=True)
+    record = read_run(tmp_path)
+    assert record.summary is not None
+    assert (record.summary.num_sessions, record.summary.num_sessions_in_rates) == (2, 1)
+    assert record.summary.step_seconds_mean == pytest.approx(record.steps[-1].step_seconds)
+    assert record.summary.num_steps == 6  # totals are of both
 
 
 def test_steps_done_again_after_an_older_checkpoint_are_waste(tmp_path: Path) -> None:
@@ -239,6 +278,36 @@ def test_a_budget_in_dollars_without_a_price_is_said_to_be_unwatched(tmp_path: P
     assert record.sessions[0].notes == ["budget_usd is not watched: there is no price; give usd_per_gpu_hour or cloud"]
 
 
+@pytest.mark.parametrize("with_console", [True, False])
+def test_an_unwatched_budget_is_said_once(with_console: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    sinks = [ConsoleSink(stream)] if with_console else []
+    tiny_trainer(tmp_path, [callback(budget_usd=0.001, sinks=sinks)]).train()
+    assert stream.getvalue().count("budget_usd is not watched") == int(with_console)
+    assert sum("budget_usd is not watched" in message for message in caplog.messages) == int(not with_console)
+
+
+def test_a_prediction_for_a_card_that_does_not_train_is_no_yardstick(tmp_path: Path) -> None:
+    sink = InMemorySink()
+    measuring = callback(predict=True, gpu="H100 SXM", usd_per_gpu_hour=2.0, sinks=[sink])
+    tiny_trainer(tmp_path, [measuring], max_steps=24, logging_steps=8).train()
+    record = read_run(tmp_path)
+    said = "the prediction is for H100 SXM, which is not the device that trains: time and memory are not comparable"
+    (prediction,) = record.predictions
+    assert prediction.estimate["step_seconds"] > 0
+    assert any(note.startswith(said) for note in record.sessions[0].notes or [])
+    assert record.summary is not None
+    assert record.summary.verdict == said
+    assert record.summary.measured_over_predicted is not None
+    assert set(record.summary.measured_over_predicted["tokens_seen"]) == {
+        "num_tokens_per_step", "num_non_padding_tokens_per_step",
+    }  # fmt: skip
+    assert {window.step_seconds_measured_over_predicted for window in sink.windows} == {None}
+    page = render_report([read_series(tmp_path)])
+    assert "The prediction is for H100 SXM, which did not train" in page
+    assert "not comparable" in page
+
+
 def test_a_dry_run_ends_early(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, [callback(dry_run_steps=3)], max_steps=50)
     trainer.train()
@@ -308,6 +377,24 @@ def test_steps_between_two_logs_are_one_window(tmp_path: Path) -> None:
         ({"stop_at_budget": True}, "stop_at_budget must be given together with budget_usd or budget_hours"),
         ({"billing_started_at": "yesterday"}, "billing_started_at must be ISO 8601"),
         ({"cloud": "no-such-cloud"}, "no-such-cloud"),
+        ({"cloud": 5}, "cloud must be a name"),
+        ({"cloud": "AWS", "tier": "nonsense"}, "tier must be one of on_demand"),
+        ({"budget_usd": "5"}, "budget_usd must be a number above 0, got '5'"),
+        ({"budget_hours": "1"}, "budget_hours must be a number above 0, got '1'"),
+        ({"budget_usd": True}, "budget_usd must be a number above 0"),
+        ({"usd_per_gpu_hour": True}, "usd_per_gpu_hour must be a positive number"),
+        ({"window_steps": True}, "window_steps must be a whole number from 1 on"),
+        ({"skip_first_steps": False}, "skip_first_steps must be a whole number from 0 on"),
+        ({"profile_steps": True}, "profile_steps must be"),
+        ({"sample_period_seconds": None}, "sample_period_seconds must be a number above 0"),
+        ({"expert_load": "x"}, "expert_load must be True or False"),
+        ({"billing_started_at": []}, "billing_started_at must be ISO 8601"),
+        ({"billing_started_at": True}, "billing_started_at must be ISO 8601"),
+        ({"sinks": 5}, "sinks must be a list of sinks"),
+        ({"sinks": [None]}, "sinks must be a list of sinks"),
+        ({"output_dir": 5}, "output_dir must be the path of a folder"),
+        ({"calibration": "nofile"}, "no calibration at nofile"),
+        ({"calibration": 5}, "calibration must be 'auto'"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
@@ -367,3 +454,141 @@ def test_the_evaluation_to_come_is_in_the_job(tmp_path: Path) -> None:
 def test_an_absurd_price_is_refused_in_one_line(price: float) -> None:
     with pytest.raises(CostModelError, match="usd_per_gpu_hour"):
         FTCostCallback(usd_per_gpu_hour=price)
+
+
+def test_a_training_left_by_an_exception_takes_its_profiler_and_hooks_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measuring = callback(profile_steps=(3, 5))
+    trainer = tiny_trainer(tmp_path / "left", [measuring, At(3, break_off)], model=tiny_mixtral(), max_steps=8)
+    with contextlib.suppress(BrokenOffError):
+        trainer.train()
+    assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    assert num_hooks(trainer.model) == 0
+    assert [step.global_step for step in read_run(tmp_path / "left").steps] == [1, 2, 3]
+    tiny_trainer(tmp_path / "next", [callback(profile_steps=(3, 5))], max_steps=6).train()
+    assert [row.num_steps for row in read_run(tmp_path / "next").profiles] == [3]
+    assert not [message for message in caplog.messages if "switched off" in message]
+
+
+@pytest.mark.parametrize("next_is", ["a forward of the model", "a garbage collection", "another training of ours"])
+def test_so_does_one_whose_frames_are_still_held(tmp_path: Path, next_is: str) -> None:
+    """As in a notebook, which keeps the last exception."""
+    trainer = tiny_trainer(tmp_path / "left", [callback(profile_steps=(3, 5)), At(3, break_off)], max_steps=8)
+    with pytest.raises(BrokenOffError) as held:
+        trainer.train()
+    gc.disable()
+    try:
+        if next_is == "a forward of the model":
+            trainer.model.train()
+            trainer.model(**pad_right([TokenRows()[0]]))
+        elif next_is == "a garbage collection":
+            gc.enable()
+            gc.collect()
+        else:
+            tiny_trainer(tmp_path / "next", [callback()], max_steps=2)
+    finally:
+        gc.enable()
+    assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    assert num_hooks(trainer.model) == 0
+    assert held.tb is not None
+
+
+def test_a_training_of_several_epochs_keeps_its_hooks(tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, [callback()], max_steps=14).train()  # six steps an epoch
+    assert [step.num_tokens is not None for step in read_run(tmp_path).steps] == [True] * 14
+
+
+def test_a_training_inside_the_one_that_is_measured_is_left_alone_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measuring = callback()
+    inner = At(3, lambda: tiny_trainer(tmp_path / "inner", [measuring], max_steps=3).train())
+    tiny_trainer(tmp_path / "outer", [measuring, inner], max_steps=6).train()
+    record = read_run(tmp_path / "outer")
+    assert [step.global_step for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert record.summary is not None
+    assert not (tmp_path / "inner" / "_ftcost").exists()
+    assert len([message for message in caplog.messages if "measures the training around this one" in message]) == 1
+
+
+def test_steps_of_sessions_on_other_machines_are_counted_once_each(tmp_path: Path) -> None:
+    save_run(tmp_path / "first")
+    shutil.copytree(tmp_path / "first" / "checkpoint-4", tmp_path / "second" / "checkpoint-4")
+    for executed in (8, 12):
+        trainer = tiny_trainer(tmp_path / "second", [callback()], max_steps=8)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-4"))
+        record = read_run(tmp_path / "second")
+        assert record.summary is not None
+        assert record.summary.num_steps == record.totals.num_steps == executed
+    assert record.totals.data_wait_seconds == pytest.approx(record.summary.data_wait_seconds)
+    assert record.totals.wasted_seconds == pytest.approx(record.summary.wasted_seconds or 0)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"type": "pause", "kind": "defragment", "global_step": 2, "seconds": 1.0},
+        {"type": "pause", "kind": "eval", "global_step": 2, "seconds": None},
+        {"type": "step", "global_step": 9, "session_index": 0, "step_seconds": 1.0, "data_wait_seconds": "x"},
+    ],
+)
+def test_a_row_that_is_not_known_does_not_stop_a_resume(tmp_path: Path, strange: dict[str, Any]) -> None:
+    save_run(tmp_path)
+    with (tmp_path / "_ftcost" / "run.jsonl").open("a") as file:
+        file.write(json.dumps(strange) + "\n")
+    trainer = tiny_trainer(tmp_path, [callback()], max_steps=6)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    record = read_run(tmp_path)
+    assert record.summary is not None
+    assert (record.summary.num_steps, record.num_unread_lines) == (6, 1)
+
+
+def test_a_record_that_cannot_be_read_leaves_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("damaged")
+
+    monkeypatch.setattr("ftcost_callback.callback.read_run", fail)
+    trainer = tiny_trainer(tmp_path, [callback()], max_steps=6)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    monkeypatch.undo()
+    record = read_run(tmp_path)
+    assert record.summary is not None
+    assert record.summary.num_steps == 6
+    assert "goes on from the checkpoint" in str(record.sessions[-1].notes)
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_record_that_is_taken_away_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    def take_away() -> None:
+        shutil.rmtree(tmp_path)
+        if how == "replaced":
+            (tmp_path / "_ftcost").mkdir(parents=True)
+            (tmp_path / "_ftcost" / "run.jsonl").write_text("")
+
+    tiny_trainer(tmp_path, [callback(), At(3, take_away)], max_steps=8).train()
+    record = read_run(tmp_path)
+    assert len(record.sessions) == 1
+    assert [step.global_step for step in record.steps] == [4, 5, 6, 7, 8]
+    assert record.summary is not None
+    assert record.summary.num_steps == 8
+    assert len([message for message in caplog.messages if "deleted or replaced while training" in message]) == 1
+
+
+def test_a_budget_crossed_at_the_very_end_is_recorded(tmp_path: Path) -> None:
+    measuring = callback(usd_per_gpu_hour=3600.0, budget_usd=1e-6, billing_started_at=time.time())
+    measuring._clock = FakeClock()
+    later = At(4, lambda: measuring._clock.pass_seconds(5))  # type: ignore[attr-defined]
+    tiny_trainer(tmp_path, [measuring, later], logging_steps=100).train()
+    assert {row.threshold for row in read_run(tmp_path).budgets} >= {"50 %", "80 %", "100 %"}
+
+
+def test_a_bill_that_began_long_ago_is_doubted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_trainer(tmp_path, [callback(billing_started_at="2020-01-01")], max_steps=2).train()
+    assert len([message for message in caplog.messages if "runs since 2020-01-01" in message]) == 1
+
+
+def test_a_callback_can_be_pickled() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(FTCostCallback())), FTCostCallback)

@@ -115,6 +115,57 @@ def test_the_sentence_names_the_largest_cause_and_a_way_out(measured: Measured, 
     assert compare(ESTIMATE, measured).verdict == sentence
 
 
+@pytest.mark.parametrize(
+    ("measured", "sentence"),
+    [
+        pytest.param(
+            # A wait of 43 % of the time makes a step at most 1 / (1 - 0.43) = 1.75 times as long.
+            Measured(step_seconds=15.73, processor_wait_fraction=0.43),
+            "step 15.73x the prediction: the training thread waited 43% of the time for a processor that others used; free "
+            "the machine or give the job more cores; that explains 1.75x of it, the rest is not explained by anything "
+            "measured",
+            id="a-wait-that-explains-a-part",
+        ),
+        pytest.param(
+            Measured(step_seconds=15.73, processor_wait_fraction=0.05),
+            "step 15.73x the prediction: nothing measured explains it, and it is too much for one term of the estimate; "
+            "look for other work on the machine before `ftcost calibrate`",
+            id="far-off-and-unexplained",
+        ),
+        pytest.param(
+            Measured(step_seconds=0.7, median_step_seconds=1.0),
+            "step 0.70x the prediction: the median step is on plan (1.00x), so it is single steps that differ and not the "
+            "model of the time",
+            id="fast-mean-median-on-plan",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.6, median_step_seconds=1.05),
+            "step 1.60x the prediction: the median step is on plan (1.05x), so it is single steps that differ and not the "
+            "model of the time",
+            id="slow-mean-median-on-plan",
+        ),
+        pytest.param(
+            Measured(step_seconds=1.6, median_step_seconds=1.3),
+            "step 1.60x the prediction: training itself is slower than modelled; `ftcost calibrate` on this run, which goes "
+            "by the median step (1.30x), makes the next estimate closer",
+            id="calibrate-will-say-another-number",
+        ),
+        pytest.param(
+            Measured(step_seconds=15.73, processor_wait_fraction=0.43, predicted_gpu="H100 SXM"),
+            "the prediction is for H100 SXM, which is not the device that trains: time and memory are not comparable",
+            id="another-card",
+        ),
+    ],
+)
+def test_a_sentence_claims_no_more_than_it_explains(measured: Measured, sentence: str) -> None:
+    assert compare(ESTIMATE, measured).verdict == sentence
+
+
+def test_a_prediction_for_another_card_is_held_against_tokens_alone() -> None:
+    measured = Measured(step_seconds=1.0, num_tokens_per_step=4400.0, mfu=0.1, predicted_gpu="H100 SXM")
+    assert compare(ESTIMATE, measured).ratios == {"num_tokens_per_step": pytest.approx(1.1)}
+
+
 def test_without_a_prediction_a_slow_loader_is_still_named() -> None:
     measured = Measured(step_seconds=0.11, data_wait_seconds=0.08)
     assert compare(None, measured).verdict == "73% of each step is waiting for data; raise dataloader_num_workers"

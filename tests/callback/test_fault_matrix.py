@@ -217,9 +217,11 @@ def foreign_bytes_in_the_record(bench: Bench) -> str:
 
 
 def record_deleted(bench: Bench) -> str:
-    bench.train(bench.callback(), At(5, lambda **kwargs: shutil.rmtree(bench.tmp_path / "_ftcost")))
-    assert bench.sink.summary is not None
-    return "rows go to a file without a name, reports go on"
+    record = bench.train(bench.callback(), At(5, lambda **kwargs: shutil.rmtree(bench.tmp_path / "_ftcost")))
+    assert record is not None
+    assert [step.global_step for step in record.steps][-1] == STEPS
+    assert record.summary is not None
+    return "the record begins again, rows before are gone"
 
 
 def descriptor_closed(bench: Bench) -> str:

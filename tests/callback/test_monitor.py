@@ -276,6 +276,10 @@ def test_a_pause_inside_a_step_is_said_once(tmp_path: Path, fake_clock: FakeCloc
         ({"usd_per_gpu_hour": -1.0}, "usd_per_gpu_hour must be"),
         ({"stop_at_budget": True}, "stop_at_budget must be"),
         ({"profile_steps": (5, 2)}, "profile_steps must be"),
+        ({"num_epochs": "x"}, "num_epochs must be a number above 0"),
+        ({"num_steps": True}, "num_steps must be a whole number from 1 on"),
+        ({"output_dir": None}, "output_dir must be the path of a folder"),
+        ({"accelerator": 5}, "accelerator must be accelerate's Accelerator"),
     ],
 )
 def test_a_wrong_argument_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -324,3 +328,9 @@ def test_a_program_that_ends_inside_the_profilers_window_ends_as_without_us(tmp_
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
     assert len(read_run(tmp_path).steps) == 1
+
+
+def test_a_step_outside_of_the_context_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = FTCostMonitor(torch.nn.Linear(2, 2), sinks=[])
+    assert [monitor.step(), monitor.step()] == [False, False]
+    assert len([message for message in caplog.messages if "outside of the context measures nothing" in message]) == 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import FakeClock
 
-from ftcost_callback.recorder import StepRecorder, Totals
+from ftcost_callback.recorder import PhaseSeconds, StepAggregate, StepRecorder, Totals
 from ftcost_callback.records import TokenCounts
 
 TOKENS = TokenCounts(num_tokens=100, num_non_padding_tokens=80, num_supervised_tokens=40, num_samples=4)
@@ -235,3 +235,20 @@ def test_memory_is_flat_over_a_million_steps(fake_clock: FakeClock) -> None:
     assert _retained_bytes(recorder) == retained_before
     assert after - before < 100_000
     assert recorder.totals.num_steps == 1_000_001
+
+
+def test_two_aggregates_together_are_sums_and_weighted_means() -> None:
+    one = StepAggregate(
+        num_steps=1, step_seconds_sum=2.0, num_tokens=10, num_non_padding_tokens=5, longest_sequence_tokens=7,
+        phases=PhaseSeconds(forward=1.0, backward=0.5, optimizer=0.0),
+    )  # fmt: skip
+    three = StepAggregate(
+        num_steps=3, step_seconds_sum=3.0, num_tokens=20, num_non_padding_tokens=None, longest_sequence_tokens=4,
+        phases=PhaseSeconds(forward=0.2, backward=0.5, optimizer=0.4),
+    )  # fmt: skip
+    both = one.plus(three)
+    assert (both.num_steps, both.step_seconds, both.per_second(both.num_tokens)) == (4, 1.25, 6.0)
+    assert (both.num_non_padding_tokens, both.longest_sequence_tokens) == (None, 7)
+    assert both.phases is not None
+    assert (both.phases.forward, both.phases.backward, both.phases.optimizer) == pytest.approx((0.4, 0.5, 0.3))
+    assert one.plus(StepAggregate()) == StepAggregate().plus(one) == one

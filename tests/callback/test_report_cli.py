@@ -15,6 +15,7 @@ from synthetic_run import MIXTRAL, dense_run, moe_run, one_step_run, write_rows,
 
 from costmodel.cli import run
 from ftcost_callback.cli import app
+from ftcost_callback.report_rows import summary_row, summary_text
 
 
 def ftcost(*arguments: object) -> int:
@@ -44,6 +45,12 @@ def test_json_is_the_summary_row_with_what_identifies_the_run(
     assert row["predicted_usd"] == before["total_usd"]
     assert row["total_measured_over_predicted"] == summary["spent_usd"] / before["total_usd"]
     assert "projected_usd" not in row
+
+
+def test_rates_of_the_last_session_are_labelled(output_dir: Path) -> None:
+    row = {**summary_row(output_dir), "non_padding_tokens_per_second": 353.0}
+    assert "353 tokens/s, " in summary_text(row)
+    assert "353 tokens/s (last session), " in summary_text({**row, "num_sessions_in_rates": 1})
 
 
 def test_a_killed_run_gets_the_same_fields_from_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

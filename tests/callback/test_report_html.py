@@ -440,6 +440,39 @@ def test_absent_data_is_said_and_never_drawn(tmp_path: Path, rows: Any) -> None:
     assert not {"r0-experts", "r0-use", "r0-power"} & set(figures_of(page))
 
 
+def test_rates_of_a_resumed_run_are_of_the_same_steps(tmp_path: Path) -> None:
+    """A summary that holds the last session's rates, as older records do, does not stand beside the totals of all."""
+    steps = [(0, 1, 9.0), (0, 2, 2.0), (0, 3, 2.0), (1, 4, 8.0), (1, 5, 1.0)]  # session, step, seconds
+    rows: list[dict[str, Any]] = [{"type": "session", "run_id": "r", "session_index": 0, "schema_version": 1}]
+    for session, number, seconds in steps:
+        if number == 4:
+            rows.append({"type": "session", "run_id": "r", "session_index": 1, "resumed_from_step": 3})
+        rows.append({"type": "step", "session_index": session, "global_step": number, "step_seconds": seconds})
+        rows[-1] |= {"num_tokens": 100, "num_non_padding_tokens": 60}
+    summary = {"type": "summary", "num_sessions": 2, "step_seconds_mean": 1.0, "non_padding_tokens_per_second": 60.0}
+    run = reported(write_rows(tmp_path / "old.jsonl", [*rows, summary]))
+    assert run.steady_step_seconds == pytest.approx(5 / 3)
+    assert run.tokens_per_second("num_tokens") == pytest.approx(60.0)
+    assert run.tokens_per_second("num_non_padding_tokens") == pytest.approx(36.0)  # 40 % padding, as in the totals
+    assert run.padding_share == pytest.approx(0.4)
+
+    last = {**summary, "num_sessions_in_rates": 1, "tokens_per_second": 100.0}
+    path = write_rows(tmp_path / "moved.jsonl", [*rows, last])
+    run = reported(path)
+    assert (run.tokens_per_second("num_tokens"), run.tokens_per_second("num_non_padding_tokens")) == (100.0, 60.0)
+    assert "Step time, mean, last session 1 s" in text_of(render_report([read_series(path)]))
+
+
+def test_the_job_table_names_the_model_s_sizes_and_the_card(tmp_path: Path) -> None:
+    model = {"model_type": "mixtral", "hidden_size": 64, "num_local_experts": 8, **{f"other_{n}": n for n in range(30)}}
+    gpu = {"name": "this CPU", **{f"rate_{n}": n for n in range(13)}}
+    session = {"type": "session", "run_id": "r", "job": {"model": model, "gpu": gpu}, "device": {"kind": "cpu", "gpu": gpu}}
+    page = text_of(render_report([read_series(write_rows(tmp_path / "run.jsonl", [session]))]))
+    assert "model mixtral, hidden_size 64, num_local_experts 8" in page
+    assert page.count("gpu this CPU") == 2
+    assert "entries" not in page
+
+
 def test_a_run_that_still_goes_is_told_apart_from_a_finished_one(tmp_path: Path) -> None:
     rows = [row for row in moe_run(finished=False) if row.get("global_step", 0) <= 400]
     page = text_of(render_report([read_series(write_rows(tmp_path / "run.jsonl", rows))]))
@@ -638,3 +671,24 @@ def test_a_thinned_row_counts_for_the_steps_it_stands_for(tmp_path: Path) -> Non
     series = read_series(write_rows(tmp_path / "run.jsonl", [session, single, thinned]))
     assert series.total("step_seconds") == 2.0 + 4 * 3.0
     assert series.total("num_tokens") == 10 + 4 * 20
+
+
+@pytest.mark.parametrize("value", ["1e308", "-1e308", "Infinity", "1" + "0" * 400])
+def test_a_number_that_cannot_be_counted_with_breaks_no_page(tmp_path: Path, value: str) -> None:
+    """In every field of one row of each type, in turn."""
+
+    def spoiled(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {name: spoiled(each) for name, each in item.items()}
+        if isinstance(item, list):
+            return [spoiled(each) for each in item]
+        return "HERE" if isinstance(item, (int, float)) and not isinstance(item, bool) else item
+
+    rows = list(moe_run())
+    for kind in {row["type"] for row in rows}:
+        place = next(at for at, row in enumerate(rows) if row["type"] == kind)
+        lines = [json.dumps(spoiled(row) if at == place else row).replace('"HERE"', value) for at, row in enumerate(rows)]
+        file = tmp_path / "run.jsonl"
+        file.write_text("\n".join(lines), encoding="utf-8")
+        words = set(text_of(render_report([read_series(file)])).lower().split())
+        assert not {"nan", "inf", "$inf", "infinity"} & words

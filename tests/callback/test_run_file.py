@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 
 from costmodel.errors import CostModelError
-from ftcost_callback.recorder import Pace, Totals
+from ftcost_callback.recorder import Pace, PhaseSeconds, StepAggregate, Totals
 from ftcost_callback.records import ExpertLoad, Pause, Prediction, Session, Step
-from ftcost_callback.run_file import Ledger, RunFile, StepThinner, read_ledger, read_run, run_file_path, write_ledger
+from ftcost_callback.run_file import (
+    Ledger,
+    RunFile,
+    StepThinner,
+    ledger_path,
+    read_ledger,
+    read_run,
+    run_file_path,
+    write_ledger,
+)
 
 
 def session(run_id: str = "aaa", session_index: int = 0, **fields: Any) -> Session:
@@ -177,7 +186,19 @@ def test_the_ledger_of_a_checkpoint(tmp_path: Path) -> None:
         totals=Totals(train_seconds=10.0, num_steps=500, num_tokens=None),
         spent_usd=1.5,
         crossed_thresholds=("usd 10 50 %",),
-        pace=Pace(machine="1 x A40", step_seconds=(1.0, 1.5), num_tokens=(100, 150)),
+        pace=Pace(
+            machine="1 x A40",
+            step_seconds=(1.0, 1.5),
+            num_tokens=(100, 150),
+            num_sessions=2,
+            steps=StepAggregate(
+                num_steps=2,
+                step_seconds_sum=2.5,
+                num_tokens=250,
+                num_non_padding_tokens=None,
+                phases=PhaseSeconds(forward=0.5, backward=0.5, optimizer=0.1),
+            ),
+        ),
     )
     write_ledger(tmp_path, ledger)
     assert read_ledger(tmp_path) == ledger
@@ -207,3 +228,45 @@ def test_a_very_long_run_has_a_row_for_several_steps_and_the_same_totals(tmp_pat
     totals = read_run(tmp_path).totals
     assert (totals.num_steps, totals.train_seconds, totals.num_tokens) == (30, 60.0, 300)
     assert totals.data_wait_seconds == pytest.approx(sum(range(1, 31)) / 10)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"type": "step", "global_step": 2, "session_index": 0, "step_seconds": {}},
+        {"type": "step", "global_step": 2, "session_index": 0, "step_seconds": 1.0, "data_wait_seconds": "x"},
+        {"type": "step", "global_step": 2, "session_index": 0, "step_seconds": 1.0, "num_tokens": [1]},
+        {"type": "pause", "kind": "eval", "global_step": 2, "seconds": None},
+        {"type": "pause", "kind": True, "global_step": 2, "seconds": 1.0},
+        {"type": "pause", "kind": [], "global_step": 2, "seconds": 1.0},
+        {"type": "pause", "kind": "eval", "global_step": 2, "seconds": 1e308},
+        {"type": "summary", "global_step": 2, "num_sessions": "two"},
+        {"type": ["step"]},
+    ],
+)
+def test_a_row_of_another_kind_is_counted_as_unread(tmp_path: Path, strange: dict[str, Any]) -> None:
+    write(tmp_path, session(), step(1))
+    file = run_file_path(tmp_path)
+    file.write_text(file.read_text() + json.dumps(strange) + "\n")
+    record = read_run(tmp_path)
+    assert (len(record.steps), record.num_unread_lines) == (1, 1)
+    assert record.totals.num_steps == 1
+    assert record.totals.wall_seconds == record.steps[0].step_seconds + (record.sessions[0].startup_seconds or 0)
+
+
+def test_null_is_as_absent(tmp_path: Path) -> None:
+    write(tmp_path, session(), step(1))
+    file = run_file_path(tmp_path)
+    row = {"type": "step", "global_step": 2, "session_index": 0, "step_seconds": 1.0, "data_wait_seconds": None}
+    file.write_text(file.read_text() + json.dumps(row) + "\n")
+    record = read_run(tmp_path)
+    assert (len(record.steps), record.num_unread_lines) == (2, 0)
+
+
+def test_a_ledger_with_what_is_no_number_is_refused(tmp_path: Path) -> None:
+    write_ledger(tmp_path, Ledger(run_id="aaa", session_index=0, global_step=4, totals=Totals()))
+    fields = json.loads(ledger_path(tmp_path).read_text())
+    fields["totals"]["train_seconds"] = "x"
+    ledger_path(tmp_path).write_text(json.dumps(fields))
+    with pytest.raises(CostModelError, match="cannot be read as a ledger"):
+        read_ledger(tmp_path)

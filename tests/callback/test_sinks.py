@@ -16,10 +16,11 @@ import pytest
 from tiny_runs import tiny_trainer
 
 from ftcost_callback import FTCostCallback
+from ftcost_callback.live_prediction import UNDESCRIBED_CPU
 from ftcost_callback.records import Budget, Prediction, Session, Summary, Window
 from ftcost_callback.sinks import ConsoleSink, FanOut, InMemorySink, Sink
 from ftcost_callback.sinks.base import MAX_FAILURES
-from ftcost_callback.sinks.console import dollars, duration, window_line
+from ftcost_callback.sinks.console import dollars, duration, summary_lines, window_line
 
 SESSION = Session(run_id="r1", session_index=0, started_at="2026-08-17T10:00:00Z", notes=["no GPU sensor: no driver"])
 PREDICTION = Prediction(
@@ -245,10 +246,24 @@ def test_without_a_price_the_console_counts_hours() -> None:
     assert window_line(Window(global_step=1)) is None
 
 
-def test_a_prediction_of_nothing_says_so() -> None:
+def test_a_prediction_of_nothing_says_what_is_missing_once() -> None:
     stream = io.StringIO()
-    ConsoleSink(stream).prediction(Prediction(basis="tokens_seen", estimate={"total_usd": None, "memory": None}))
-    assert stream.getvalue() == ("ftcost: predicted on the tokens seen: nothing (no GPU, model or lengths known)\n")
+    sink = ConsoleSink(stream)
+    answer = {"total_usd": None, "memory": None, "job": {"gpu": None}, "warnings": ["long samples are cut", UNDESCRIBED_CPU]}
+    sink.open(dataclasses.replace(SESSION, notes=[UNDESCRIBED_CPU]), Prediction(basis="before", estimate=answer))
+    sink.prediction(Prediction(basis="tokens_seen", estimate=answer))
+    assert stream.getvalue() == f"ftcost: not predicted: {UNDESCRIBED_CPU}\n"
+    sink.prediction(Prediction(basis="tokens_seen", estimate={"job": {"gpu": "A40"}, "warnings": ["no lengths are known"]}))
+    assert stream.getvalue().endswith("ftcost: not predicted on the tokens seen: no lengths are known\n")
+
+
+@pytest.mark.parametrize(
+    ("num_sessions_in_rates", "shown"),
+    [(3, ""), (None, ""), (1, " (this session)"), (2, " (the last 2 sessions)")],
+)
+def test_rates_of_some_sessions_are_labelled(num_sessions_in_rates: int | None, shown: str) -> None:
+    summary = dataclasses.replace(SUMMARY, num_sessions=3, num_sessions_in_rates=num_sessions_in_rates)
+    assert any(line.endswith(f"353 tokens/s{shown}") or f"353 tokens/s{shown}, " in line for line in summary_lines(summary))
 
 
 def test_budget_lines() -> None:

@@ -97,7 +97,17 @@ ANSWER: dict[str, Any] = {
         "source": "a feed",
         "as_of": "2026-08-19",
     },
-    "evidence": [{"run": "paper A40 batch 4", "measured": 2.125, "estimated": 2.0, "distance": 0.1}],
+    "evidence": [
+        {
+            "run": "paper A40 batch 4",
+            "model": "Mixtral",
+            "kind": "nf4",
+            "gpu": "A40",
+            "measured": 2.125,
+            "estimated": 2.0,
+            "distance": 0.1,
+        }
+    ],
     "calibration": None,
     "warnings": ["lengths above max_length are cut: 12 samples"],
 }

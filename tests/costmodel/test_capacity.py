@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from costmodel.capacity import expected_step_that_does_not_fit, largest_that_fits, share_of_batches_that_fit
-from costmodel.estimation import estimate
+from costmodel.estimation import Estimate, estimate
 from costmodel.lengths import LengthDistribution
 
 
@@ -86,3 +87,34 @@ def test_the_step_at_which_an_oom_is_expected_is_that_of_a_simulation(share: flo
             step += 1
         first.append(step)
     assert sum(first) / len(first) == pytest.approx(expected_step_that_does_not_fit(share, micro_batches), rel=0.06)
+
+
+@pytest.mark.parametrize("multiple", [1, 64, 100])
+@pytest.mark.parametrize(
+    "lengths_up_to",
+    [lambda longest: None, lambda longest: {"fixed": longest}, lambda longest: {"histogram": {"100": 5, str(longest): 1}}],
+    ids=["unknown", "fixed", "histogram"],
+)
+def test_the_longest_sequence_is_a_multiple_that_fits(lengths_up_to: Callable[[int], dict | None], multiple: int) -> None:
+    job = {
+        "model": "Qwen/Qwen2.5-0.5B",
+        "gpu": "L4",
+        "dtype": "bfloat16",
+        "eval_strategy": "epoch",
+        "pad_to_multiple_of": multiple,
+    }
+
+    def at(tokens: int) -> Estimate:
+        return estimate(job, max_length=tokens, lengths=lengths_up_to(tokens))
+
+    longest = at(1024).max_length_that_fits
+    assert longest
+    assert longest % multiple == 0
+    assert at(longest).headroom_bytes >= 0
+    assert at(longest + 1).headroom_bytes < 0  # is padded to the next multiple
+
+
+def test_where_not_even_one_multiple_fits_no_length_does() -> None:
+    job = {"model": "Qwen/Qwen2.5-0.5B", "gpu": "L4", "dtype": "bfloat16", "max_length": 512}
+    assert estimate(job).max_length_that_fits
+    assert estimate(job, pad_to_multiple_of=50_000).max_length_that_fits == 0

@@ -77,7 +77,7 @@ def test_a_name_of_several_products_is_refused_with_their_list(typed: str, candi
     ["RTX 9090", "RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "T4G", "H800", "RTX 3080 12GB", "", "rtx"],
 )
 def test_an_unknown_gpu_never_gets_another_ones_numbers(typed: str) -> None:
-    with pytest.raises(UnknownNameError, match="--gpu-memory-gib"):
+    with pytest.raises(UnknownNameError, match=r"or describe it: in a job, .gpu.*memory_bandwidth_bytes_per_second"):
         find_gpu(typed)
 
 
@@ -353,3 +353,11 @@ def test_data_set_names_are_forgiving_and_unknown_ones_refused() -> None:
     assert length_histogram("Math-14K") == length_histogram("MATH") == length_histogram("math_14k")
     with pytest.raises(UnknownNameError, match="known: commonsense_15k, math_14k"):
         length_histogram("alpaca")
+
+
+def test_a_cache_that_no_sheet_says_is_that_of_its_generation() -> None:
+    assert catalog.l2_cache_bytes(find_gpu("A40")) == 6 * 2**20
+    assert catalog.l2_cache_bytes(find_gpu("B300")) == find_gpu("B200").l2_cache_bytes == 126 * 2**20
+    assert catalog.l2_cache_bytes(find_gpu("GH200 96GB")) == find_gpu("H100 SXM").l2_cache_bytes
+    assert catalog.l2_cache_bytes(find_gpu("RTX A5000")) == 6 * 2**20  # not the 40 MiB of an A100, which is Ampere too
+    assert catalog.l2_cache_bytes(find_gpu("MI300X")) is None

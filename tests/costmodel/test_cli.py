@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -365,8 +366,8 @@ def test_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         (["--budget-usd", "9.24"], 0, ""),  # exactly the estimate
         (["--budget-usd", "9"], 4, "ftcost: over budget: $9.24 of $9.00\n"),
         (["--deadline-hours", "21"], 0, ""),
-        (["--deadline-hours", "20"], 4, "ftcost: over the deadline: 21 h of 20 h\n"),
-        (["--budget-usd", "10", "--deadline-hours", "20"], 4, "ftcost: over the deadline: 21 h of 20 h\n"),
+        (["--deadline-hours", "20"], 4, "ftcost: over the deadline: 21.00 h of 20.00 h\n"),
+        (["--budget-usd", "10", "--deadline-hours", "20"], 4, "ftcost: over the deadline: 21.00 h of 20.00 h\n"),
     ],
 )
 def test_limits(
@@ -384,6 +385,66 @@ def test_an_unknown_total_cannot_be_held_against_a_limit(
     _install(monkeypatch, total_usd=None, total_seconds=None)
     assert "--budget-usd needs" in _wrong_input(capsys, "estimate", "-m", MODEL, "--budget-usd", "5")
     assert "--deadline-hours needs" in _wrong_input(capsys, "estimate", "-m", MODEL, "--deadline-hours", "5")
+
+
+def test_a_limit_without_a_total_names_only_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["estimate", "-m", MODEL, "-g", "A40", "--method", "qlora", "--seq-len", "512", "--lengths", "fixed:300"]
+    message = _wrong_input(capsys, *line, "--budget-usd", "5")
+    assert message == "ftcost: --budget-usd needs a total in dollars: give a price, num_samples or max_steps\n"
+    message = _wrong_input(capsys, *line, "--num-samples", "10", "--budget-usd", "5")
+    assert message == "ftcost: --budget-usd needs a total in dollars: give a price\n"
+
+
+@pytest.mark.parametrize(
+    ("streams", "line", "code"),
+    [
+        ("stdout", f"estimate -m {MODEL} -g T4 --method full --bf16 --seq-len 512", 3),
+        ("stdout and stderr", f"estimate -m {MODEL} -g T4 --method full --bf16 --seq-len 512", 3),
+        ("stdout and stderr", f"compare -m {MODEL} --gpus T4 --method full --bf16 --seq-len 512", 3),
+        ("stderr", "estimate -m nothing-like-it -g T4", 2),
+        ("stdout", f"estimate -m {MODEL} -g B200 --method qlora --seq-len 512", 0),
+    ],
+)
+def test_the_exit_code_is_the_verdicts_whoever_reads(streams: str, line: str, code: int) -> None:
+    """A pipe whose reader has gone (``| head``, ``| true``) costs the text, not the verdict."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    to = {name: writer if name in streams else subprocess.DEVNULL for name in ("stdout", "stderr")}
+    try:
+        done = subprocess.run([sys.executable, "-m", "costmodel.cli", *line.split()], check=False, timeout=60, **to)
+    finally:
+        os.close(writer)
+    assert done.returncode == code
+
+
+def test_warnings_of_a_file_are_one_line_in_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "llamafactory.yaml"
+    path.write_text(
+        "model_name_or_path: meta-llama/Llama-3.1-8B\nstage: sft\nfinetuning_type: lora\ntemplate: llama3\n"
+        "cutoff_len: 512\nno_such_key: 1\nflash_attn: no_such_attention\n"
+    )
+    assert cli.run(["compare", str(path), "--gpus", "A40"]) == 0
+    lines = [each for each in capsys.readouterr().err.splitlines() if "ftcost estimate" in each]
+    assert len(lines) == 1
+    assert re.search(rf"and \d+ more warnings?: ftcost estimate {path}\)$", lines[0])
+
+
+def test_skypilot_without_anything_to_rent_is_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "compare -m meta-llama/Llama-3.1-8B --method lora --dtype bfloat16 --max-length 512 --gpus L40S --cloud CoreWeave"
+    assert cli.run([*line.split(), "--format", "skypilot"]) == 3
+    out, err = capsys.readouterr()
+    assert all(each.startswith("#") for each in out.splitlines())
+    assert "ftcost: SkyPilot rents none of the offers that fit" in err
+
+
+def test_the_command_line_advises_flags_and_python_names_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--gpu-memory-gib 24" in _wrong_input(capsys, "estimate", "-m", MODEL, "-g", "no such card")
+    from costmodel.catalog import find_gpu
+
+    with pytest.raises(CostModelError) as error:
+        find_gpu("no such card")
+    assert "--" not in str(error.value)
+    assert "memory_bandwidth_bytes_per_second" in str(error.value)
 
 
 def test_an_internal_error_is_one_line_and_code_1(
@@ -716,3 +777,20 @@ def test_streams_that_cannot_take_the_answer(tmp_path: Path) -> None:
     if os.path.exists("/dev/full"):
         full = _in_a_shell("gpus >/dev/full")
         assert (full.returncode, full.stderr) == (2, "ftcost: cannot write the answer: No space left on device\n")
+
+
+@pytest.mark.parametrize("limit", [[], ["--budget-usd", "1000"], ["--deadline-hours", "1000"]])
+def test_a_spot_run_that_does_not_get_on_is_over_any_limit(
+    limit: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.json"
+    job = {"model": "Qwen/Qwen2.5-0.5B", "gpu": "A40", "method": "lora", "max_length": 512, "num_samples": 1000}
+    job |= {"lengths": {"fixed": 100}, "tier": "spot", "usd_per_gpu_hour": 0.3}
+    path.write_text(json.dumps(job))
+    interrupted = ["--interruptions-per-hour", "3600"]
+    assert cli.run(["estimate", str(path), "--json", *interrupted, *limit]) == (4 if limit else 0)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["spot"]["expected_usd"] is None
+    assert ("no bound" in err) == bool(limit)
+    assert cli.run(["estimate", str(path), *interrupted]) == 0
+    assert "no bound: interruptions come before" in " ".join(capsys.readouterr().out.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from costmodel.catalog import find_model_config
 from costmodel.defaults import resolve
+from costmodel.estimation import estimate
 from costmodel.held_memory import held_bytes
 from costmodel.hf_config import FAMILIES, model_spec_from_config
 from costmodel.memory import peak_device_bytes, peak_memory
@@ -207,3 +209,33 @@ def test_largest_batches_of_the_paper_are_within_35_percent(gpu: str, max_length
         framework_version="4.40",
     )
     assert abs(answer.max_batch_size - measured) <= max(1, 0.35 * measured)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"method": "qlora", "prepare_model_for_kbit_training": False}])
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B", "google/gemma-3-1b-pt", "meta-llama/Llama-2-7b-hf"])
+@pytest.mark.parametrize("tokens", [512, 2048])
+def test_checkpointing_leaves_the_evaluation_as_it_is_and_the_peak_no_higher(
+    model: str, tokens: int, changes: dict[str, Any]
+) -> None:
+    job = {
+        "model": model,
+        "gpu": "L40S",
+        "method": "lora",
+        "lora_r": 16,
+        "lora_target_modules": "all-linear",
+        "dtype": "bfloat16",
+        "bf16": True,
+        "per_device_train_batch_size": 1,
+        "max_length": tokens,
+        "eval_strategy": "epoch",
+        **changes,
+    }
+    plain, checkpointed = (estimate(job, gradient_checkpointing=flag) for flag in (False, True))
+    by_phase, again = plain.memory.device_bytes_by_phase, checkpointed.memory.device_bytes_by_phase
+    assert by_phase is not None
+    assert again is not None
+    assert by_phase["evaluation"] == again["evaluation"]
+    assert max(again.values()) == checkpointed.memory.peak_device_bytes <= plain.memory.peak_device_bytes
+    assert checkpointed.max_batch_size is not None
+    assert plain.max_batch_size is not None
+    assert checkpointed.max_batch_size >= plain.max_batch_size

@@ -407,3 +407,47 @@ def test_settings_as_words() -> None:
     assert report.settings_text({}) == ""
     assert report.format_saving(-3600.0 * 3, formats.format_seconds) == "-3 h"
     assert report.format_saving(None, formats.format_usd) == ""
+
+
+def test_a_default_of_the_tool_whose_file_it_is_is_not_fixed() -> None:
+    job = {**LLAMA, "packing": False, "padding_free": False}
+    assert not optimize(job).best.settings.get("packing")
+    freed = optimize(job, not_given=("packing", "padding_free"))
+    assert freed.best.settings["packing"] is True
+    assert all("packing" not in each.held for each in freed.changes)
+
+
+def test_the_command_frees_what_the_file_does_not_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "llamafactory.yaml"
+    text = (
+        "model_name_or_path: meta-llama/Llama-3.1-8B\nstage: sft\nfinetuning_type: lora\ntemplate: llama3\n"
+        "cutoff_len: 1024\nbf16: true\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\n"
+    )
+    line = ["optimize", str(path), "-g", "A100-SXM4-80GB", "--lengths", "mean:300,max:1000", "--num-samples", "1000"]
+    path.write_text(text)
+    assert cli.run(line) == 0
+    assert "--free packing" not in capsys.readouterr().out
+    path.write_text(text + "packing: false\n")
+    assert cli.run(line) == 0
+    assert "not done without --free packing" in capsys.readouterr().out
+
+
+def test_a_change_has_a_line_only_where_it_is_worth_one_or_part_of_the_best() -> None:
+    result = optimize(
+        {**LLAMA, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "gpu": "A100-SXM4-80GB"}
+    )
+    assert result.start.estimate is not None
+    named: set[str] = set()
+    for each in result.changes:
+        seconds, peak = each.saves_seconds or 0.0, result.start.estimate.memory.peak_device_bytes
+        moves = abs(seconds) > 0.01 * (result.start.total_seconds or 0) or abs(each.saves_bytes) > 0.01 * peak
+        assert moves != each.only_with_others, each.settings
+        named |= set(each.settings)
+    assert set(result.best.settings) <= named
+
+
+def test_what_pays_only_with_others_is_listed_too() -> None:
+    result = optimize({**LLAMA, "gpu": "RTX 4090", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1})
+    assert result.start.estimate is not None
+    assert result.start.estimate.verdict == "does_not_fit"
+    assert set(result.best.settings) <= {name for each in result.changes for name in each.settings}

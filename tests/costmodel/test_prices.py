@@ -176,7 +176,9 @@ def test_an_unsaid_tier_is_on_demand_or_the_clouds_only_one() -> None:
 
 
 def test_no_price_lists_what_exists() -> None:
-    with pytest.raises(CostModelError, match=r"no dated reserved price for A40.*RunPod spot 0\.28.*--usd-per-gpu-hour"):
+    with pytest.raises(
+        CostModelError, match=r"no dated reserved price for A40.*RunPod spot 0\.28.*give the price: usd_per_gpu_hour"
+    ):
         find_price("A40", tier="reserved")
     with pytest.raises(CostModelError, match=r"known for this GPU .*: none"):
         find_price("P100-PCIE-16GB")

@@ -39,6 +39,7 @@ Memory, largest first
   gradients                   0.50 GiB    1.5 %
   temporary buffers           0.50 GiB    1.5 %
   CUDA context and libraries  0.50 GiB    1.5 %
+  reserved, not in use        0.50 GiB    1.5 %
   peak allocated (torch)      33.0 GiB
   peak reserved (torch)       33.5 GiB
   peak on the device          34.0 GiB
@@ -57,9 +58,10 @@ The whole run
   checkpoints  8.33 min
   start-up         90 s
 
-Nearest measured runs
-  run                measured  estimated  distance
-  paper A40 batch 4     2.125          2      0.10
+Nearest measured runs: time of an optimizer step there, and as estimated
+distance: 0 is alike; 1 a factor of four in parameters or tokens, another method, or another card and stack
+  run                what               measured  estimated  distance
+  paper A40 batch 4  Mixtral, nf4, A40    2.12 s        2 s      0.10
 
 Warnings
   - lengths above max_length are cut: 12 samples
@@ -265,3 +267,28 @@ def test_sentences_keep_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyP
     piped = io.StringIO()
     report.print_estimate(answer, piped)
     assert "  - a warning that says more than fits into forty columns of a terminal\n" in piped.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "unknown"), (0.0, "0.00 h"), (14_112.0, "3.92 h"), (360.0, "0.10 h"), (72.0, "0.020 h"), (0.9, "0.00025 h")],
+)
+def test_format_hours(seconds: float | None, text: str) -> None:
+    assert formats.format_hours(seconds) == text
+
+
+def test_a_stack_that_is_not_modelled_is_said_with_the_verdict() -> None:
+    unsloth = answer(job={"framework": "unsloth"}, memory={"peak_device_bytes_low": 20 * GIB})
+    assert report.headline(unsloth).endswith(": fits, counted as transformers: unsloth itself is not modelled")
+    assert "low end: what unsloth's own kernels may save" in report.to_text(unsloth)
+    sentence = report.does_not_fit_sentence({**unsloth, "verdict": "does_not_fit"})
+    assert sentence.endswith("; counted as transformers: unsloth itself is not modelled and may need less")
+    assert "not modelled" not in report.to_text(answer(job={"framework": "trl"}))
+
+
+def test_a_far_high_end_has_its_reason() -> None:
+    far = answer(job={"lengths": {"mean": 300, "max": 2000}}, memory={"peak_device_bytes_high": 44 * GIB})
+    reason = "high end: batches of varying length may leave holes"
+    assert reason in report.to_text(far)
+    assert reason not in report.to_text(answer(job={"lengths": {"mean": 300, "max": 2000}}))
+    assert reason not in report.to_text({**far, "job": {**far["job"], "packing": True}})

@@ -14,7 +14,7 @@ from sample_answer import StandInEstimate, StandInEstimator, answer
 from costmodel import report, search
 from costmodel.catalog import find_gpu, list_gpus, list_prices
 from costmodel.errors import CostModelError, UnknownNameError
-from costmodel.skypilot import resources_block
+from costmodel.skypilot import can_rent, resources_block
 from costmodel.specs import Job, parse_job
 from costmodel.spot import SpotTerms
 
@@ -151,7 +151,7 @@ def test_table_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "estimate", TableEstimator(table))
     found = search.compare({**JOB, "cloud": "RunPod"}, gpus=list(table))
     narrow = report.comparison_table(found)
-    assert narrow.rows[0][:6] == ("*", "A40", "2 h", "$10.00", "0.44", "RunPod")
+    assert narrow.rows[0][:6] == ("*", "A40", "2.00 h", "$10.00", "0.44", "RunPod")
     assert narrow.rows[1][1:4] == ("V100-SXM2-16GB", "cannot run", "")
     shown = report.comparison_table(found, wide=True)
     assert shown.rows[0][:3] == ("*", "A40", "fits")
@@ -310,5 +310,26 @@ def test_skypilot_block_is_yaml_that_skypilot_reads() -> None:
 
 
 def test_skypilot_block_without_anything_that_fits() -> None:
+    """An empty block would let SkyPilot take any machine, so there is none."""
     found = search.compare({**LLAMA, "cloud": "AWS"}, ["T4"])
-    assert yaml.safe_load(resources_block(found)) == {"resources": {"ordered": []}}
+    assert not any(map(can_rent, found))
+    assert yaml.safe_load(resources_block(found)) is None
+    fits = search.compare({**LLAMA, "cloud": "CoreWeave"}, ["L40S"])
+    assert fits[0].fits
+    assert not can_rent(fits[0])
+    text = resources_block(fits)
+    assert yaml.safe_load(text) is None
+    assert "# not on SkyPilot: L40S at CoreWeave" in text
+
+
+def test_what_is_too_small_is_shown_where_it_comes_closest() -> None:
+    job = {**LLAMA, "gradient_checkpointing": False, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    (own,) = search.compare({**job, "cloud": "AWS"}, ["T4"], as_is=True)[:1]
+    (closest,) = search.compare({**job, "cloud": "AWS"}, ["T4"])[:1]
+    assert own.estimate is not None
+    assert closest.estimate is not None
+    assert not closest.fits
+    assert closest.estimate.memory.peak_device_bytes < 0.9 * own.estimate.memory.peak_device_bytes
+    assert closest.estimate.job["gradient_checkpointing"] is True
+    assert closest.settings["per_device_train_batch_size"] == 1
+    assert closest.settings["gradient_accumulation_steps"] == 16

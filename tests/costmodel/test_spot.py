@@ -119,3 +119,17 @@ def test_impossible_terms(rate: float) -> None:
         SpotTerms(rate)
     with pytest.raises(CostModelError, match="restart_seconds must be"):
         SpotTerms(0.1, rate)
+
+
+def test_a_run_that_does_not_get_on_has_no_cost() -> None:
+    """Interruptions every second, with restarts of 47: to first order each loses more than the time to the next."""
+    run = spot_run(_answer(), SpotTerms(3600, restart_seconds=47))
+    assert run is not None
+    assert (run.expected_seconds, run.expected_usd, run.num_interruptions) == (None, None, None)
+    assert (run.lost_seconds, run.restarting_seconds) == (None, None)
+    assert "does not get on" in run.warnings[0]
+    # 1,000 s between saves and 200 s of restart: 700 s an interruption
+    for seconds_between, gets_on in ((699, False), (701, True)):
+        run = spot_run(_answer(), SpotTerms(3600 / seconds_between, restart_seconds=200))
+        assert run is not None
+        assert (run.expected_seconds is not None, run.expected_usd is not None) == (gets_on, gets_on)

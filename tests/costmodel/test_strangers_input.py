@@ -18,6 +18,8 @@ from costmodel.dataset import read_dataset
 from costmodel.errors import CostModelError
 from costmodel.importers import import_config, recognise
 from costmodel.importers.reading import MAX_CONFIG_BYTES
+from costmodel.sharding import read_sharding
+from costmodel.specs import parse_job
 from costmodel.strict_json import MAX_BYTES
 
 # What makes each importer take a YAML file for its own.
@@ -169,3 +171,55 @@ def test_a_data_set_larger_than_memory_is_refused_or_streamed(tmp_path: Path, mo
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     with pytest.raises(CostModelError, match=r"save it as \.jsonl"):
         read_dataset(tmp_path / "rows.json", use_cache=False)
+
+
+@pytest.mark.parametrize("size", [[], {}, "large", -5, 0, 1e30, float("nan"), True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bucket_of_deepspeed_is_a_number_of_elements(size: object, stage: int) -> None:
+    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": size}}
+    with pytest.raises(CostModelError, match="reduce_bucket_size"):
+        read_sharding(None, config, 2)
+
+
+@pytest.mark.parametrize(("size", "elements"), [("auto", 0), (None, 0), (2e8, 2e8), (500_000_000, 5e8)])
+def test_a_bucket_of_deepspeed_that_is_one(size: object, elements: float) -> None:
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": size}}
+    assert read_sharding(None, config, 2).bucket_elements == elements
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_gpus": True, "lora_r": False}, "num_gpus: must be a number, got True; lora_r: must be a number"),
+        ({"schema_version": True}, "schema_version"),
+        ({"usd_per_gpu_hour": True}, "usd_per_gpu_hour"),
+        ({"lengths": {"fixed": True}}, "lengths.fixed"),
+        ({"lengths": {"values": [5, True]}}, "lengths.values"),
+        ({"lengths": {"histogram": {"5": True}}}, "lengths.histogram"),
+        ({"gpu": {"name": "x", "memory_bytes": True, "memory_bandwidth_bytes_per_second": 1e12}}, "memory_bytes"),
+        (
+            {
+                "gpu": {
+                    "name": "x",
+                    "memory_bytes": 2**34,
+                    "memory_bandwidth_bytes_per_second": 1e12,
+                    "peak_bf16_flops_per_second": True,
+                }
+            },
+            "peak_bf16_flops_per_second",
+        ),
+    ],
+)
+def test_a_truth_value_is_no_number(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(CostModelError, match=words):
+        parse_job({"model": "Qwen/Qwen2.5-0.5B", "max_length": 64, **fields})
+
+
+@pytest.mark.parametrize("command", ["estimate", "compare", "optimize"])
+def test_standard_input_that_is_not_text_is_wrong_input(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    assert cli.run([command, "-"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "ftcost: standard input is not text in UTF-8\n")

@@ -51,7 +51,8 @@ def test_the_evidence_is_177_runs_on_catalogued_cards() -> None:
 def test_a_measured_run_is_its_own_nearest_evidence() -> None:
     model, job = prepared("Qwen/Qwen-7B", **QWEN_LORA)
     nearest = nearest_runs(model, job, find_gpu("A100-SXM4-80GB"), Batch.of(1, 2048))
-    assert [set(entry) for entry in nearest] == [{"run", "measured", "estimated", "distance"}] * 3
+    assert [set(entry) for entry in nearest] == [{"run", "model", "gpu", "kind", "measured", "estimated", "distance"}] * 3
+    assert (nearest[0]["model"], nearest[0]["gpu"], nearest[0]["kind"]) == ("Qwen/Qwen-7B", "A100-SXM4-80GB", "lora")
     # qwen1_profiling.csv: 5.2 s (LoRA) and 5.3 s (with trained embeddings) for 8 micro-batches of 2,048 tokens
     assert {entry["run"]: entry["measured"] for entry in nearest[:2]} == {
         "qwen1_profiling-028": 5.2,
