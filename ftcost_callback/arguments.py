@@ -159,7 +159,7 @@ def given_sinks(sinks: Any) -> list[Sink]:
     """Raises :class:`CostModelError` for what rows cannot be sent to."""
     is_list = isinstance(sinks, Iterable) and not isinstance(sinks, (str, Mapping))
     given = list(sinks) if is_list else []
-    is_right = is_list and all(callable(getattr(each, "log", None)) for each in given)
+    is_right = is_list and not any(each is None or isinstance(each, (str, int, float, type)) for each in given)
     _require(is_right, "sinks", sinks, "a list of sinks, such as [ConsoleSink()], or [] for none")
     return given
 

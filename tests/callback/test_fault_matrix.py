@@ -590,7 +590,7 @@ FAULTS = [
     Fault("_ftcost is a file", "mkdir(2)", folder_is_a_file),
     Fault("run.jsonl is a folder", "open(2)", record_is_a_folder),
     Fault("foreign bytes in run.jsonl", "the file", foreign_bytes_in_the_record, 0),
-    Fault("record deleted in mid-run", "unlink(2)", record_deleted, 0),
+    Fault("record deleted in mid-run", "unlink(2)", record_deleted),
     Fault("descriptor closed under us", "close(2)", descriptor_closed),
     Fault("ledger cannot be written", "the checkpoint", ledger_in_the_way),
     Fault("clock runs backwards", "the clock", clock(lambda count: 1e6 - count * 10.0), 0),
