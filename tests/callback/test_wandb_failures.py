@@ -12,7 +12,7 @@ Each case is a process of its own, as a training is: the client's behaviour at t
 | the server dies for good | to the end | up to then | all | ``..._dies_for_good_...`` |
 | wandb-core is killed | to the end | up to then | up to the last flush | ``..._clients_own_process_...`` |
 | SIGKILL, SIGTERM of the training | ends | up to then | all but the last second | ``..._killed_training_...`` |
-| the disk is full | to the end | all | cut | ``..._full_disk_...`` |
+| the disk is full | to the end | those that did not have to wait | cut | ``..._full_disk_...`` |
 | ``WANDB_DIR`` cannot be written | to the end | all | in a temporary folder | ``..._cannot_be_written_...`` |
 | ``WANDB_MODE=disabled`` | to the end | nothing | nothing | ``test_wandb_guard.py::test_disabled_stays_disabled`` |
 """
@@ -325,7 +325,9 @@ def small_disk(place: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_neither_the_training_nor_the_rows_to_the_server(server: WandbServer, tmp_path: Path) -> None:
+def test_a_full_disk_does_not_stop_the_training_and_what_the_server_got_is_in_order(
+    server: WandbServer, tmp_path: Path
+) -> None:
     with small_disk(tmp_path / "disk") as disk:
 
         def fill(pid: int) -> None:
@@ -336,8 +338,12 @@ def test_a_full_disk_stops_neither_the_training_nor_the_rows_to_the_server(serve
         training = train(server, tmp_path, environment={"WANDB_DIR": str(disk)}, events={"fills": (3, fill)})
         assert_trained_to_the_end(training)
         assert training.result["mode"] == "online"
-        assert on_server(server) == ALL
         on_disk = Training(training.said, {}, disk).rows_on_disk
+    # Rows that the client cannot send at once wait on the disk; where that is full they are gone for W&B. How many do not
+    # have to wait is a matter of speed. The run record, on another disk, has all (looked at above).
+    arrived = on_server(server)
+    assert arrived[:2] == ALL[:2]  # of before the disk was full
+    assert arrived == [step for step in ALL if step in arrived]
     assert on_disk == ALL[: len(on_disk)] != ALL
 
 

@@ -184,11 +184,25 @@ def tiny_trainer(output_dir: Path, callbacks: list[Any], *, model: Any = None, *
     )
 
 
+# A prediction for a card would not be comparable with a training on a processor.
+A_PROCESSOR: dict[str, Any] = {
+    "name": "a processor",
+    "vendor": "CPU",
+    "memory_bytes": 16 * 2**30,
+    "memory_bandwidth_bytes_per_second": 1e10,
+    "measured_fp32_matmul_flops_per_second": 5e10,
+    "measured_bf16_matmul_flops_per_second": 5e10,
+    "seconds_per_operator": 3e-6,
+}
+
+
 def priced_callback(**arguments: Any) -> Any:
-    """An ``FTCostCallback`` at a dollar a second, with a prediction for a known card, on a clock that ticks by itself."""
+    """An ``FTCostCallback`` at a dollar a second, with a prediction for this device, on a clock that ticks by itself."""
     from ftcost_callback import FTCostCallback
 
-    callback = FTCostCallback(**({"usd_per_gpu_hour": 3600.0, "gpu": "NVIDIA A40"} | arguments))
+    callback = FTCostCallback(
+        **({"usd_per_gpu_hour": 3600.0, "gpu": A_PROCESSOR, "peak_flops_per_second": 1e11} | arguments)
+    )
     callback._clock = TickingClock()
     return callback
 
