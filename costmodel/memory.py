@@ -148,8 +148,9 @@ def peak_memory(
     fixed = held.static_bytes + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
     context = 0 if on_cpu else CUDA_CONTEXT_BYTES
     by_phase: dict[str, float] = {}  # what is reserved at its worst moment
+    in_training, in_evaluation = (0.0, 0.0) if on_cpu else _gap_shares(job)
     for moment in moments:
-        reserved = fixed + moment.total + (0.0 if on_cpu else _gap_bytes(job, moment))
+        reserved = fixed + moment.total * (1.0 + (in_evaluation if moment.phase == "evaluation" else in_training))
         by_phase[moment.phase] = max(reserved, by_phase.get(moment.phase, 0.0))
     allocated, most_reserved = fixed + worst.total, max(by_phase.values())
     return MemoryBreakdown(
@@ -184,7 +185,9 @@ def peak_device_bytes(
     if on_cpu:
         return int(plan.held.static_bytes + max(moment.total for moment in moments))
     fixed = plan.held.static_bytes + CUBLAS_WORKSPACE_BYTES
-    return int(max(fixed + moment.total + _gap_bytes(job, moment) for moment in moments)) + CUDA_CONTEXT_BYTES
+    in_training, in_evaluation = _gap_shares(job)
+    most = max(moment.total * (1.0 + (in_evaluation if moment.phase == "evaluation" else in_training)) for moment in moments)
+    return int(fixed + most) + CUDA_CONTEXT_BYTES
 
 
 def loss_bytes(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
@@ -201,16 +204,15 @@ def job_class(job: ResolvedJob) -> str:
     return "lora_checkpointed" if job.gradient_checkpointing and not inputs_escape_checkpoints(job) else "lora"
 
 
-def _gap_bytes(job: ResolvedJob, moment: _Moment) -> float:
-    """What the caching allocator holds beyond what is allocated at a moment: a share of what comes and goes.
+def _gap_shares(job: ResolvedJob) -> tuple[float, float]:
+    """What the caching allocator holds beyond what is allocated, as a share of what comes and goes: in a training step, and
+    in an evaluation.
 
     Weights and states lie densely. An evaluation has no backward and computes nothing again, so it leaves the gaps of a job
     without checkpointing.
     """
     name = job_class(job)
-    if moment.phase == "evaluation" and name == "lora_checkpointed":
-        name = "lora"
-    return ALLOCATOR_OVERHEAD[name] * moment.total
+    return ALLOCATOR_OVERHEAD[name], ALLOCATOR_OVERHEAD["lora" if name == "lora_checkpointed" else name]
 
 
 def _moments(
