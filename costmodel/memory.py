@@ -148,9 +148,9 @@ def peak_memory(
     fixed = held.static_bytes + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
     context = 0 if on_cpu else CUDA_CONTEXT_BYTES
     by_phase: dict[str, float] = {}  # what is reserved at its worst moment
-    in_training, in_evaluation = (0.0, 0.0) if on_cpu else _gap_shares(job)
+    shares = (0.0, 0.0) if on_cpu else _gap_shares(job)
     for moment in moments:
-        reserved = fixed + moment.total * (1.0 + (in_evaluation if moment.phase == "evaluation" else in_training))
+        reserved = _reserved_bytes(fixed, moment, shares)
         by_phase[moment.phase] = max(reserved, by_phase.get(moment.phase, 0.0))
     allocated, most_reserved = fixed + worst.total, max(by_phase.values())
     return MemoryBreakdown(
@@ -185,9 +185,8 @@ def peak_device_bytes(
     if on_cpu:
         return int(plan.held.static_bytes + max(moment.total for moment in moments))
     fixed = plan.held.static_bytes + CUBLAS_WORKSPACE_BYTES
-    in_training, in_evaluation = _gap_shares(job)
-    most = max(moment.total * (1.0 + (in_evaluation if moment.phase == "evaluation" else in_training)) for moment in moments)
-    return int(fixed + most) + CUDA_CONTEXT_BYTES
+    shares = _gap_shares(job)
+    return int(max(_reserved_bytes(fixed, moment, shares) for moment in moments)) + CUDA_CONTEXT_BYTES
 
 
 def loss_bytes(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
@@ -202,6 +201,11 @@ def job_class(job: ResolvedJob) -> str:
     if not job.is_peft:
         return "full"
     return "lora_checkpointed" if job.gradient_checkpointing and not inputs_escape_checkpoints(job) else "lora"
+
+
+def _reserved_bytes(fixed: float, moment: _Moment, gap_shares: tuple[float, float]) -> float:
+    in_training, in_evaluation = gap_shares
+    return fixed + moment.total * (1.0 + (in_evaluation if moment.phase == "evaluation" else in_training))
 
 
 def _gap_shares(job: ResolvedJob) -> tuple[float, float]:

@@ -13,8 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from costmodel.catalog import find_model_id
+from costmodel.catalog import find_model_config, find_model_id
 from costmodel.errors import CostModelError
+from costmodel.hf_config import model_spec_from_config
 from costmodel.units import GIB
 from ftcost_callback.calibrating import steady_steps
 from ftcost_callback.records import OutOfMemory, Step
@@ -63,7 +64,7 @@ def contributed_row(record: RunRecord) -> dict[str, str]:
         "source_ref": f"ftcost {versions.get('ftcost', '')} run record",
         "confidence": "A",
         "model_id": _public_model_id(config),
-        "is_moe": "yes" if model.get("num_active_params", 0) < 0.95 * model.get("num_params", 0) else "no",
+        "is_moe": _is_moe(config),
         "gpu": described.device.get("name"),
         "gpu_mem_gb": _rounded(described.device.get("memory_bytes"), GIB),
         "n_gpus": num_gpus,
@@ -180,6 +181,15 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
 def _public_model_id(config: object) -> str | None:
     name = config.get("_name_or_path") if isinstance(config, Mapping) else config
     return find_model_id(name) if isinstance(name, str) and name else None
+
+
+def _is_moe(config: object) -> str | None:
+    """Read from the config: counts do not tell, since look-up tables are in no model's active parameters."""
+    try:
+        spec = model_spec_from_config(find_model_config(config) if isinstance(config, str | Mapping) else {})
+    except CostModelError:
+        return None
+    return "yes" if spec.is_moe else "no"
 
 
 def _compute_precision(job: Mapping[str, Any]) -> str:

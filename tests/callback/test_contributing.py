@@ -37,6 +37,7 @@ def write_run(folder: Path, *, model: object = "meta-llama/Llama-2-7b-hf", num_s
         "versions": {"ftcost": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0"},
         "notes": ["read from /home/acme"],
     }  # fmt: skip
+    session["model"] = changes.pop("model_facts", session["model"])
     rows: list[dict[str, Any]] = [session | changes]
     for step in range(1, num_steps + 1):
         rows.append(
@@ -76,6 +77,19 @@ def test_nothing_that_names_the_owner_is_in_it(tmp_path: Path) -> None:
     assert row["model_id"] == ""
     assert '"hidden_size":64' in row["notes"]  # the model is given by its numbers
     assert (row["cost_usd"], row["price_usd_per_h"], row["dataset"]) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "is_moe"),
+    [
+        ("EleutherAI/pythia-410m", "no"),  # an eighth of it is a look-up table, which is no active parameter
+        ("mistralai/Mixtral-8x7B-v0.1", "yes"),
+        ({"model_type": "unheard_of", "hidden_size": 64}, ""),  # not known, so not said
+    ],
+)
+def test_whether_it_is_a_mixture_of_experts_is_read_from_the_config(model: object, is_moe: str, tmp_path: Path) -> None:
+    counts = {"num_params": 405_000_000, "num_active_params": 354_000_000, "num_trainable_params": 1_000_000}
+    assert contributed_row(read_run(write_run(tmp_path, model_facts=counts, model=model)))["is_moe"] == is_moe
 
 
 def test_columns_are_those_of_the_accuracy_data() -> None:
