@@ -117,7 +117,7 @@ def max_batch_section() -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     seen = set()
-    for row in xia2024.read_table("max_batch"):
+    for row in xia2024.paper_table("max_batch"):
         if row["model"] != "Mixtral" or row["kind"] not in {"measured_series", "ground_truth_fig13"}:
             continue
         for gpu in row["gpu"].split(" / "):
@@ -145,7 +145,7 @@ def cost_section() -> list[str]:
         "| card | batch | USD/h | printed samples/s | printed USD | recomputed USD | our samples/s | our USD |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in xia2024.read_table("cost"):
+    for row in xia2024.paper_table("cost"):
         if row["source"] != "Table IV":
             continue
         size, price = int(row["max_batch"]), float(row["price_usd_per_hour_cudo"])
@@ -170,7 +170,7 @@ def stage_section() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     stages: dict[tuple[str, str, int], dict[str, float]] = {}
-    for row in xia2024.read_table("latency_breakdown"):
+    for row in xia2024.paper_table("latency_breakdown"):
         if row["level"] == "stage":
             key = (row["model"], row["density"], int(row["batch_size"]))
             stages.setdefault(key, {})[row["component"]] = float(row["value"])
@@ -223,7 +223,7 @@ def document() -> str:
             "Xia et al., *Understanding the Performance and Estimating the Cost of LLM Fine-Tuning*, IISWC 2024, arXiv:2408.04693.",
             "Written by `python accuracy/build_paper.py`; every number is computed from `costmodel/data/paper` and the shipped model.",
             "Their formulas stand in `costmodel/xia2024.py` and are checked to the printed digits by",
-            "`tests/costmodel/test_xia2024.py`; our errors with each series left out of the fit are in `accuracy.md`.",
+            "`tests/costmodel/test_xia2024.py`; our errors with each series left out of the fit are in [Accuracy](accuracy.md).",
             "",
             *throughput_section(),
             "",

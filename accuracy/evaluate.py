@@ -21,7 +21,8 @@ from pathlib import Path
 from calibration_sweeps import calibration_section
 from fit import FREE, current_constants, log_error, predict
 from log_errors import percent, quantile, summary, weighted_quantile
-from memory_report import known, memory_errors, memory_scatter, memory_section
+from memory_errors import known, memory_errors
+from memory_report import memory_scatter, memory_section
 from runs import Run, all_runs, decisions
 from several_gpus import several_gpus_section
 from svg import Mark, chart

@@ -9,10 +9,12 @@ from runs import Run, make_run
 
 from costmodel import xia2024
 from costmodel.capacity import max_batch_size
-from costmodel.catalog import find_gpu, find_model_config, length_histogram
 from costmodel.defaults import resolve
 from costmodel.errors import CostModelError
+from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
+from costmodel.length_datasets import length_histogram
+from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import parse_job
 
@@ -111,13 +113,13 @@ def paper_run(name: str, density: str, gpu: str, batch_size: int, dataset: str, 
 
 def paper_runs() -> Iterator[Run]:
     """All points of Figs. 14 and 15 and the step totals of Fig. 4."""
-    for row in xia2024.read_table("throughput"):
+    for row in xia2024.paper_table("throughput"):
         size = int(row["batch_size"])
         run = paper_run(row["model"], row["density"], row["gpu"], size, row["dataset"], size / float(row["queries_per_s"]))
         if run:
             yield run
     stages: dict[tuple[str, str, int], float] = {}
-    for row in xia2024.read_table("latency_breakdown"):
+    for row in xia2024.paper_table("latency_breakdown"):
         if row["level"] == "stage":
             key = (row["model"], row["density"], int(row["batch_size"]))
             stages[key] = stages.get(key, 0.0) + float(row["value"])

@@ -13,10 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from costmodel.catalog import find_gpu, find_model_config
 from costmodel.defaults import ResolvedJob, resolve
+from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
 from costmodel.lengths import batch_tokens, distribution, longest_batch
+from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import Linear, ModelSpec
 from costmodel.specs import GpuSpec, Job, parse_job
 from costmodel.workload import Batch

@@ -12,6 +12,8 @@ from typing import Any
 
 from runs import Run, chosen_rows, make_run, memory_of, model_of, seconds_of, with_fused_qkv
 
+from costmodel.units import GIB, GIGA
+
 PEFT_LONGEST_TOKENS = 656
 
 
@@ -108,6 +110,10 @@ def litgpt_runs() -> Iterator[Run]:
 QWEN_DEEPSPEED = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2e8}}
 
 
+# Qwen prints "G" without saying which. Read as 1e9 bytes: what the figures hold beyond a replay of their stack is then much
+# the same from 1.8B to 72B; read as 2**30 it grows with the model, from 2 to 6 GiB (qwen_replays.csv). Decided by looking.
+
+
 def qwen_runs() -> Iterator[Run]:
     """Qwen 1's profiling tables on an A100 80 GB: HF Trainer, flash attention, checkpointing, 8 micro-batches of one."""
     for row in chosen_rows("qwen1_profiling"):
@@ -149,7 +155,7 @@ def qwen_runs() -> Iterator[Run]:
             row["gpu"],
             fields,
             seconds=seconds_of(row, float(row["s_per_step"]) / 8),
-            memory=memory_of(row, "other", row["peak_other_gib"]),
+            memory=memory_of(row, "other", float(row["peak_other_gib"]) * GIGA / GIB),
             loss_in_fp32=not quantized,  # the remote code leaves the loss to autocast, and DeepSpeed has none
         )
 

@@ -1,12 +1,23 @@
 """Probe this CPU, predict small fine-tunings, run them, and hold the two against each other: docs/cpu_proof.md.
 
-    python benchmarks/cpu_proof.py [--steps 40] [--clock processor|wall] [--threads 1] [--json FILE] [--markdown FILE]
-                                   [--only llama-full ...] [--most-tokens 4096] [--shapes report|choose]
+    python benchmarks/cpu_proof.py [--json FILE] [--markdown FILE] [--clock processor|wall] [--threads 1]
+                                   [--shapes report|choose] [--only llama-full ...] [--most-tokens 1024]
 
-Each case is a real Trainer with FTCostCallback on a random model. It is predicted with the probe taken just before it, which
-never sees the run: ``uncalibrated``. Then the first 20 steps calibrate the model, and the steps after them are predicted:
+Each case is a real Trainer with FTCostCallback on a random model. It is predicted with a probe taken shortly before it, which
+never sees the run: ``uncalibrated``. Then the first 20 steps calibrate the model, and the 30 after them are predicted:
 ``after 20 steps``. ``projection`` is what the callback itself expected of the remaining steps at step 20. Lengths vary from
 half to the whole of the case's, so that the steps after the first 20 hold other tokens.
+
+The machine's own speed moves, so it is measured beside every row, by rules that stand here and not in the results:
+
+- A :class:`Reference`, the same 1 ms of work each time, is run before and after each probe, before and after each run, and before
+  each step, where it is hidden from the clock of the run. ``drift to the run``: its median around the run over that around
+  the probe. ``drift after 20``: its median from step 21 on over that before. Inside a Trainer small operators take longer than
+  outside at any speed, so the two places are never held against each other.
+- The last 15 steps hold the very batches of the 15 before them. ``repeat`` is what they took over what those took: no
+  prediction can be better than that, so it is the noise floor of the 5 % bar.
+- All rows are in the figures. ``steady rows`` are those whose reference moved by no more than ``STEADY``; ``drift taken out``
+  multiplies each prediction by the drift, that is, asks what a machine of constant speed would have shown.
 
 ``--clock processor`` (default) counts the seconds that a processor worked for us, in the probe and in the run: on a shared
 machine the clock on the wall tells about its neighbours. With one thread and no neighbours the two are the same.
@@ -38,12 +49,16 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 CALIBRATION_STEPS = 20
+REPEATED_STEPS = 15  # the last ones, on the batches of as many before them
+STEPS = CALIBRATION_STEPS + 2 * REPEATED_STEPS
 WARM_UP_STEPS = 2  # left out, as ftcost calibrate leaves them out
+REFERENCES = 20  # before a probe or a run, and as many after it
+STEADY = 0.05  # by which the reference may move in a steady row: the bar that it is held against
 TARGET_UNCALIBRATED, TARGET_CALIBRATED = 0.20, 0.05
 FAMILIES = ("llama", "mixtral", "qwen3_moe")
 METHODS = ("full", "lora")
 BATCHES, LENGTHS = (1, 4, 16), (64, 256, 512)
-MOST_TOKENS = 4096  # of a micro-batch; more takes too long here
+MOST_TOKENS = 1024  # of a micro-batch; more takes too long here
 SHAPES: dict[str, dict[str, Any]] = {
     "report": {
         "shared": {
@@ -79,19 +94,90 @@ class Case:
 
 
 class Rows:
-    """Random token ids, from half of ``length`` to all of it."""
+    """Random token ids, from half of ``length`` to all of it, in the order of the steps; the last batches come twice."""
 
-    def __init__(self, length: int, vocabulary: int) -> None:
+    def __init__(self, case: Case, vocabulary: int) -> None:
         chosen = random.Random(17)
-        self._lengths = [chosen.randint(length // 2, length) for _ in range(1024)]
-        self._vocabulary = vocabulary
+        number = case.batch * (STEPS - REPEATED_STEPS)
+        lengths = [chosen.randint(case.length // 2, case.length) for _ in range(number)]
+        self._rows = [self._row(place, length, vocabulary) for place, length in enumerate(lengths)]
+        self._rows += self._rows[-case.batch * REPEATED_STEPS :]
+
+    @staticmethod
+    def _row(place: int, length: int, vocabulary: int) -> dict[str, list[int]]:
+        ids = [1 + (7 * place + 13 * position) % (vocabulary - 1) for position in range(length)]
+        return {"input_ids": ids, "labels": ids}
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self._rows)
 
     def __getitem__(self, place: int) -> dict[str, list[int]]:
-        ids = [1 + (7 * place + 13 * position) % (self._vocabulary - 1) for position in range(self._lengths[place])]
-        return {"input_ids": ids, "labels": ids}
+        return self._rows[place]
+
+
+class Reference:
+    """The same work each time, 1 ms: a product, element-wise passes, small operators. No random number.
+
+    Each is done twice and the second time counts, and all of it stays in a core's own cache: so it tells how fast the
+    processor is, whatever the run has left in the caches. What neighbours take of the memory's rate it does not see.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        import torch
+
+        self._clock = clock
+        self.hidden_seconds = 0.0  # that all of them took
+        self._square, self._product = torch.full((320, 320), 0.5), torch.empty(320, 320)
+        self._long, self._sum = torch.full((2**15,), 0.5), torch.empty(2**15)
+        self._small = torch.full((8,), 0.5)
+        for _ in range(20):
+            self.seconds()
+
+    def seconds(self) -> tuple[float, float, float]:
+        """(product, element-wise, operators), each once to have it in the caches as it is in a tight loop, and once measured."""
+        begun = self._clock()
+        seconds = self._twice(self._multiply), self._twice(self._pass), self._twice(self._dispatch)
+        self.hidden_seconds += self._clock() - begun
+        return seconds
+
+    def several(self) -> list[tuple[float, float, float]]:
+        return [self.seconds() for _ in range(REFERENCES)]
+
+    def _twice(self, work: Callable[[], None]) -> float:
+        import torch
+
+        with torch.no_grad():
+            work()
+            before = self._clock()
+            work()
+            return self._clock() - before
+
+    def _multiply(self) -> None:
+        import torch
+
+        torch.mm(self._square, self._square, out=self._product)
+
+    def _pass(self) -> None:
+        import torch
+
+        for _ in range(30):
+            torch.mul(self._long, self._long, out=self._sum)
+
+    def _dispatch(self) -> None:
+        for _ in range(250):
+            self._small + self._small
+
+
+Measured = list[tuple[float, float, float]]
+
+
+def drift(now: Measured, before: Measured) -> float:
+    """How much slower the reference is than it was: each part by its median, the parts by their geometric mean; 0 is none."""
+    parts = range(len(now[0]))
+    ratios = [
+        statistics.median(each[part] for each in now) / statistics.median(each[part] for each in before) for part in parts
+    ]
+    return statistics.geometric_mean(ratios) - 1
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
@@ -125,75 +211,99 @@ def make_model(case: Case, shapes: dict[str, Any]) -> Any:
 
 
 def run(
-    case: Case, shapes: dict[str, Any], probed: dict[str, Any], steps: int, clock: Callable[[], float]
+    case: Case,
+    shapes: dict[str, Any],
+    probed: dict[str, Any],
+    at_probe: Measured,
+    reference: Reference,
+    clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """One training, and what was predicted of it."""
+    """One training, what was predicted of it, and how the machine's own speed moved meanwhile."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from costmodel import calibration as calibrations
+    from costmodel.calibration import fit
     from ftcost_callback import FTCostCallback
     from ftcost_callback.calibrating import steady_steps, steps_of_run
     from ftcost_callback.run_file import read_run
     from ftcost_callback.sinks import InMemorySink
 
-    class WallTimes(TrainerCallback):
+    class Beside(TrainerCallback):
+        """Measures the reference before each step, and the step by the clock on the wall."""
+
         def __init__(self) -> None:
-            self.seconds: list[float] = []
+            self.references: Measured = []
+            self.wall_seconds: list[float] = []
             self._begun = 0.0
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.references.append(reference.seconds())
             self._begun = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seconds.append(time.perf_counter() - self._begun)
+            self.wall_seconds.append(time.perf_counter() - self._begun)
 
-    walls, sink = WallTimes(), InMemorySink()
+    beside, sink = Beside(), InMemorySink()
     with tempfile.TemporaryDirectory() as folder:
         callback = FTCostCallback(gpu=probed, sinks=[sink])
-        callback._clock = clock  # the record and the projection are then in the same seconds as the probe
+        # the record and the projection are then in the same seconds as the probe, and know of no reference
+        callback._clock = lambda: clock() - reference.hidden_seconds
         arguments = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=case.batch, max_steps=steps, logging_steps=CALIBRATION_STEPS,
-            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=17,
+            output_dir=folder, per_device_train_batch_size=case.batch, max_steps=STEPS, logging_steps=CALIBRATION_STEPS,
+            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=17, train_sampling_strategy="sequential",
         )  # fmt: skip
-        dataset = Rows(case.length, shapes["shared"]["vocab_size"])
         trainer = Trainer(
-            model=make_model(case, shapes), args=arguments, train_dataset=dataset, data_collator=collate,
-            callbacks=[callback, walls],
+            model=make_model(case, shapes), args=arguments, train_dataset=Rows(case, shapes["shared"]["vocab_size"]),
+            data_collator=collate, callbacks=[callback, beside],
         )  # fmt: skip
         trainer.remove_callback(_printer(trainer))
+        around = reference.several()
         trainer.train()
+        around += reference.several()
         record = read_run(folder)
     first = sink.predictions[0].estimate
     steady = steady_steps(record.steps)
-    measured = statistics.mean(step.step_seconds for step in steady)
+    measured = mean_seconds(steady)
     # the same tokens: the prediction is of the data set's mean batch, the run of the batches it drew
     seen = estimate_on_tokens(record.sessions[-1].job, steady, case)
     early = dataclasses.replace(record, steps=record.steps[:CALIBRATION_STEPS])
     late = record.steps[CALIBRATION_STEPS:]
-    calibration = calibrations.fit(steps_of_run(early), created_on="", ftcost_version="")
-    job = {**record.sessions[-1].job, "calibration": calibration.to_dict()}
-    after = estimate_on_tokens(job, late, case)
-    measured_late = statistics.mean(step.step_seconds for step in late)
+    calibration = fit(steps_of_run(early), created_on="", ftcost_version="")
+    after = estimate_on_tokens({**record.sessions[-1].job, "calibration": calibration.to_dict()}, late, case)
     at_20 = next(window for window in sink.windows if window.global_step == CALIBRATION_STEPS)
-    remaining = sum(step.step_seconds for step in late)
     projected = at_20.remaining_seconds
+    to_the_run = drift(around, at_probe)
+    after_20 = drift(beside.references[CALIBRATION_STEPS:], beside.references[WARM_UP_STEPS:CALIBRATION_STEPS])
+    first_time, second_time = late[:REPEATED_STEPS], late[REPEATED_STEPS:]
+    tokens = [[step.num_tokens for step in steps] for steps in (first_time, second_time)]
+    assert tokens[0] == tokens[1], "the repeated steps hold other batches"
     return {
         "family": case.family, "method": case.method, "batch": case.batch, "length": case.length,
         "tokens_per_step": statistics.mean(step.num_tokens or 0 for step in steady),
         "measured_step_seconds": measured,
-        "measured_wall_step_seconds": statistics.median(walls.seconds[WARM_UP_STEPS:]),
+        "measured_wall_step_seconds": statistics.median(beside.wall_seconds[WARM_UP_STEPS:]),
         "predicted_step_seconds": first["step_seconds"],
         "uncalibrated_error": first["step_seconds"] / measured - 1,
         "uncalibrated_error_on_the_tokens_seen": seen / measured - 1,
-        "after_20_steps_error": after / measured_late - 1,
-        "projection_error": projected / remaining - 1 if projected else None,
+        "after_20_steps_error": after / mean_seconds(late) - 1,
+        "projection_error": projected / sum(step.step_seconds for step in late) - 1 if projected else None,
+        "repeat_error": mean_seconds(second_time) / mean_seconds(first_time) - 1,
+        "drift_to_the_run": to_the_run,
+        "drift_after_20": after_20,
+        "num_factors": calibration.num_factors,
         "by_group_seconds": first["step"]["by_group_seconds"],
+        "step_seconds": [step.step_seconds for step in record.steps],
+        "references": {"at_probe": at_probe, "around_run": around, "before_steps": beside.references},
         "load_average": os.getloadavg()[0],
     }  # fmt: skip
 
 
+def mean_seconds(steps: list[Any]) -> float:
+    return statistics.mean(step.step_seconds for step in steps)
+
+
 def estimate_on_tokens(job: dict[str, Any], steps: list[Any], case: Case) -> float:
-    from costmodel.estimation import TokensSeen, estimate_from_tokens
+    from costmodel.described_job import TokensSeen
+    from costmodel.estimation import estimate_from_tokens
 
     number = len(steps)
     seen = TokensSeen(
@@ -228,23 +338,36 @@ def share_within(errors: list[float], limit: float) -> str:
     return f"{inside} of {len(errors)}"
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    kinds = {
-        "uncalibrated_error": TARGET_UNCALIBRATED,
-        "after_20_steps_error": TARGET_CALIBRATED,
-        "projection_error": TARGET_CALIBRATED,
-    }
+# Of each error: its bar, its words, and the drift that it suffers from.
+KINDS = {
+    "uncalibrated_error": (TARGET_UNCALIBRATED, "uncalibrated", "drift_to_the_run"),
+    "after_20_steps_error": (TARGET_CALIBRATED, "after 20 steps", "drift_after_20"),
+    "projection_error": (TARGET_CALIBRATED, "projection at step 20", "drift_after_20"),
+}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By line of the table: all rows, the steady ones, all with the drift taken out; and the noise floor."""
     found = {}
-    for kind, limit in kinds.items():
-        errors = [row[kind] for row in rows if row[kind] is not None]
-        found[kind] = {
-            "limit": limit,
-            "within": share_within(errors, limit),
+    for kind, (limit, label, drifted) in KINDS.items():
+        measured = [row for row in rows if row[kind] is not None]
+        steady = [row for row in measured if abs(row[drifted]) <= STEADY]
+        found[label] = _figures([row[kind] for row in measured], limit)
+        found[f"{label}, steady rows"] = _figures([row[kind] for row in steady], limit)
+        found[f"{label}, drift taken out"] = _figures([(1 + row[kind]) * (1 + row[drifted]) - 1 for row in measured], limit)
+    found["the same steps once more"] = _figures([row["repeat_error"] for row in rows], TARGET_CALIBRATED)
+    return found
+
+
+def _figures(errors: list[float], limit: float) -> dict[str, Any]:
+    figures: dict[str, Any] = {"limit": limit, "within": share_within(errors, limit)}
+    if errors:
+        figures |= {
             "median_absolute": statistics.median(abs(error) for error in errors),
             "worst": max(errors, key=abs),
             "mean": statistics.mean(errors),
         }
-    return found
+    return figures
 
 
 def markdown(answer: dict[str, Any]) -> str:
@@ -255,10 +378,17 @@ def markdown(answer: dict[str, Any]) -> str:
         "<!-- made by benchmarks/cpu_proof.py --markdown: run it again, do not edit -->",
         "",
         "Small fine-tunings, predicted from [a probe](probe.md) of this processor and then run: a real `Trainer` with",
-        f"`FTCostCallback`, {answer['steps']} steps each, lengths from half to the whole of what the row says. The probe is taken",
-        "before each group of runs and sees none of them; hand counts and constants were chosen on models of another shape",
-        "(`--shapes choose`). **Uncalibrated** is the prediction before the first step, **after 20 steps** that of the steps from",
-        "the 21st on, calibrated on the first 20; **projection** is what the callback then expected of the rest.",
+        f"`FTCostCallback`, {STEPS} steps each, lengths from half to the whole of what the row says. A probe is taken before every",
+        "two runs and sees none of them; hand counts and constants were chosen on models of another shape (`--shapes choose`).",
+        f"**Uncalibrated** is the prediction before the first step, **after {CALIBRATION_STEPS} steps** that of the steps from the",
+        f"{CALIBRATION_STEPS + 1}st on, calibrated on those before; **projection** is what the callback then expected of the rest.",
+        "",
+        "The speed of this machine moves by itself, so it is measured beside: the same 1 ms of work around each probe, around",
+        "each run and before each step. **Drift to the run** is how much slower that work was around the run than around the probe,",
+        "**drift after 20** how much slower before the steps from 21 on than before the others. **Repeat** is what the last 15 steps took over the 15 before them, which held",
+        "the very same batches: what no prediction can be better than. The rules stood in the script before the run: all rows are",
+        f'in the figures; steady rows are those whose drift is at most {STEADY:.0%}; "drift taken out" multiplies the prediction by',
+        "the drift.",
         "",
         f"{facts['processor']}, {answer['threads']} thread, torch {facts['torch']}, transformers {facts['transformers']}, "
         f"{answer['date']}. Seconds of the {'processor' if answer['clock'] == 'processor' else 'wall clock'}; load average "
@@ -267,36 +397,34 @@ def markdown(answer: dict[str, Any]) -> str:
         "| | bar | within | median | worst | mean |",
         "|---|---|---|---|---|---|",
     ]
-    for kind, label in (
-        ("uncalibrated_error", "uncalibrated"),
-        ("after_20_steps_error", "after 20 steps"),
-        ("projection_error", "projection at step 20"),
-    ):
-        each = found[kind]
-        lines.append(
-            f"| {label} | {each['limit']:.0%} | {each['within']} | {each['median_absolute']:.1%} | {each['worst']:+.1%} | {each['mean']:+.1%} |"
+    for label, each in found.items():
+        shown = (
+            [f"{each['median_absolute']:.1%}", f"{each['worst']:+.1%}", f"{each['mean']:+.1%}"]
+            if "worst" in each
+            else ["-"] * 3
         )
+        lines.append(f"| {label} | {each['limit']:.0%} | {each['within']} | {' | '.join(shown)} |")
     lines += [
         "",
-        "| model | method | batch | length | measured ms | on the wall ms | predicted ms | uncalibrated | after 20 steps | projection | load |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | method | batch | length | measured ms | on the wall ms | predicted ms | uncalibrated | drift to the run | after 20 steps | projection | drift after 20 | repeat | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in answer["rows"]:
         projection = f"{row['projection_error']:+.1%}" if row["projection_error"] is not None else "-"
         lines.append(
             f"| {row['family']} | {row['method']} | {row['batch']} | {row['length']} | {row['measured_step_seconds'] * 1e3:.1f} "
             f"| {row['measured_wall_step_seconds'] * 1e3:.1f} | {row['predicted_step_seconds'] * 1e3:.1f} "
-            f"| {row['uncalibrated_error']:+.1%} | {row['after_20_steps_error']:+.1%} | {projection} | {row['load_average']:.1f} |"
+            f"| {row['uncalibrated_error']:+.1%} | {row['drift_to_the_run']:+.1%} | {row['after_20_steps_error']:+.1%} | {projection} "
+            f"| {row['drift_after_20']:+.1%} | {row['repeat_error']:+.1%} | {row['load_average']:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--clock", choices=["processor", "wall"], default="processor")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--probe-seconds", type=float, default=8.0)
+    parser.add_argument("--probe-seconds", type=float, default=5.0)
     parser.add_argument("--shapes", choices=sorted(SHAPES), default="report")
     parser.add_argument("--only", nargs="*", help="such as llama-full")
     parser.add_argument("--most-tokens", type=int, default=MOST_TOKENS, help="of a micro-batch")
@@ -316,22 +444,26 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.clock == "processor" else time.perf_counter
     load_at_begin = os.getloadavg()[0]
+    reference = Reference(clock)
     rows: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
-    probed_for: tuple[int, int] | None = None
+    probed_for: tuple[int, int, str] | None = None
+    at_probe: Measured = []
     facts = device_facts("cpu")
     for case in cases(options.only, options.most_tokens):
-        if probed_for != (case.batch, case.length):
-            print(f"probing before batch {case.batch} of {case.length} tokens", file=sys.stderr, flush=True)
+        if probed_for != (case.batch, case.length, case.family):
+            at_probe = reference.several()
             probes.append(
                 probe_cpu(seconds=options.probe_seconds, num_threads=options.threads, clock=clock, say=lambda line: None)
             )
-            probed_for = (case.batch, case.length)
-        row = run(case, SHAPES[options.shapes], probes[-1], options.steps, clock)
+            at_probe += reference.several()
+            probed_for = (case.batch, case.length, case.family)
+        row = run(case, SHAPES[options.shapes], probes[-1], at_probe, reference, clock)
         rows.append(row)
         print(
-            f"{case.name:16} batch {case.batch:2} length {case.length:3}: measured {row['measured_step_seconds'] * 1e3:7.1f} ms, "
-            f"uncalibrated {row['uncalibrated_error']:+.1%}, after 20 steps {row['after_20_steps_error']:+.1%}, "
+            f"{case.name:14} {case.batch:2} x {case.length:3}: {row['measured_step_seconds'] * 1e3:7.1f} ms, "
+            f"uncalibrated {row['uncalibrated_error']:+.1%} (drift {row['drift_to_the_run']:+.1%}), "
+            f"after 20 {row['after_20_steps_error']:+.1%} (drift {row['drift_after_20']:+.1%}, repeat {row['repeat_error']:+.1%}), "
             f"projection {row['projection_error'] or 0:+.1%}, load {row['load_average']:.1f}",
             file=sys.stderr,
             flush=True,
@@ -342,7 +474,7 @@ def main() -> int:
                 "processor": facts.get("name", platform.processor()), "processors": os.cpu_count(), "torch": torch.__version__,
                 "transformers": transformers.__version__, "load_at_begin": load_at_begin, "load_at_end": os.getloadavg()[0],
             },
-            "clock": options.clock, "threads": options.threads, "steps": options.steps, "shapes": options.shapes,
+            "clock": options.clock, "threads": options.threads, "steps": STEPS, "shapes": options.shapes,
             "summary": summary(rows), "rows": rows, "probes": probes,
         }  # fmt: skip
         if options.json:

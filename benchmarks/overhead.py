@@ -139,13 +139,15 @@ def by_part(kind: str, steps: int) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     from ftcost_callback import FTCostCallback
-    from ftcost_callback.forward_window import ForwardWindow
+    from ftcost_callback.expert_load import ArgumentHook
+    from ftcost_callback.forward_window import _CloseHook, _OpenHook
 
     class Nothing(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
     targets: list[tuple[Any, str, str]] = [(FTCostCallback, event, event) for event in EVENTS]
-    targets += [(ForwardWindow, "_before", "forward opens"), (ForwardWindow, "_after", "forward closes")]
+    targets += [(_OpenHook, "__call__", "forward opens"), (_CloseHook, "__call__", "forward closes")]
+    targets += [(ArgumentHook, "__call__", "experts (a hook of each layer)")]
     targets += [(Nothing, "on_pre_optimizer_step", NOTHING)]
     with tempfile.TemporaryDirectory() as folder, timed(targets) as calls:
         trainer = make_trainer(kind, steps, folder, [Nothing(), our_callback(predict=False)])

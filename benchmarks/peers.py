@@ -15,6 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 
+def _shape(row: dict[str, Any]) -> dict[str, Any]:
+    """By the names that ftuneai and fitcheck share."""
+    same = ("hidden_size", "num_layers", "num_kv_heads", "intermediate_size", "vocab_size")
+    return {name: row[name] for name in same} | {"num_attention_heads": row["num_heads"]}
+
+
 def ftuneai(row: dict[str, Any]) -> dict[str, Any]:
     from ftuneai.core.memory import MemoryEstimator
     from ftuneai.core.models import (
@@ -31,12 +37,7 @@ def ftuneai(row: dict[str, Any]) -> dict[str, Any]:
     model = ModelSpec(
         name=row["model"],
         parameters=row["num_params"],
-        hidden_size=row["hidden_size"],
-        num_layers=row["num_layers"],
-        num_attention_heads=row["num_heads"],
-        num_kv_heads=row["num_kv_heads"],
-        intermediate_size=row["intermediate_size"],
-        vocab_size=row["vocab_size"],
+        **_shape(row),
         max_seq_length=65_536,
     )
     config = TrainingConfig(
@@ -72,12 +73,7 @@ def fitcheck(row: dict[str, Any]) -> dict[str, Any]:
     model = ModelConfig(
         name=row["model"],
         num_params=row["num_params"],
-        hidden_size=row["hidden_size"],
-        num_layers=row["num_layers"],
-        num_attention_heads=row["num_heads"],
-        num_kv_heads=row["num_kv_heads"],
-        intermediate_size=row["intermediate_size"],
-        vocab_size=row["vocab_size"],
+        **_shape(row),
         head_dim=row["head_dim"],
         tie_word_embeddings=row["tied_embeddings"],
     )

@@ -151,7 +151,7 @@ def cold_commands(peers: str | None) -> dict[str, Sequence[str]]:
 
 def neutral_row(run: Any) -> dict[str, Any]:
     """A measured run in words that every tool can be told; its model's true shape and the card's true rates inside."""
-    from costmodel.step_time import peak_flops_per_second
+    from costmodel.device_rates import peak_flops_per_second
     from costmodel.units import BYTES_PER_ELEMENT, GIB
 
     layer, job = run.model.layers[0][0], run.job
@@ -197,7 +197,7 @@ def answers(python: str, peer: str, rows: Sequence[dict[str, Any]]) -> list[dict
 
 def error_tables(pythons: dict[str, str]) -> list[str]:
     """Absolute errors in percent. Dense transformer runs whose source allows full fine-tuning, LoRA or 4-bit LoRA."""
-    from memory_report import memory_errors
+    from memory_errors import memory_errors
     from runs import all_runs
 
     runs = [run for run in all_runs() if not run.is_moe and run.model.layers[0][0].attention.num_heads]

@@ -10,11 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from costmodel.catalog import find_gpu, find_model_config, find_price, list_gpus, list_models, list_prices
+    from costmodel.answer import Estimate
+    from costmodel.comparison import compare
     from costmodel.errors import CostModelError
-    from costmodel.estimation import Estimate, estimate
-    from costmodel.hf_config import ModelSpec, model_spec_from_config
-    from costmodel.search import compare, optimize
+    from costmodel.estimation import estimate
+    from costmodel.gpu_catalog import find_gpu, list_gpus
+    from costmodel.hf_config import model_spec_from_config
+    from costmodel.model_catalog import find_model_config, list_models
+    from costmodel.model_spec import ModelSpec
+    from costmodel.optimization import optimize
+    from costmodel.price_catalog import find_price, list_prices
     from costmodel.specs import GpuSpec, Job, Lengths, Price
 
 __all__ = [
@@ -39,22 +44,22 @@ __all__ = [
 
 _HOMES = {
     "CostModelError": "errors",
-    "Estimate": "estimation",
+    "Estimate": "answer",
     "GpuSpec": "specs",
     "Job": "specs",
     "Lengths": "specs",
-    "ModelSpec": "hf_config",
+    "ModelSpec": "model_spec",
     "Price": "specs",
-    "compare": "search",
+    "compare": "comparison",
     "estimate": "estimation",
-    "find_gpu": "catalog",
-    "find_model_config": "catalog",
-    "find_price": "catalog",
-    "list_gpus": "catalog",
-    "list_models": "catalog",
-    "list_prices": "catalog",
+    "find_gpu": "gpu_catalog",
+    "find_model_config": "model_catalog",
+    "find_price": "price_catalog",
+    "list_gpus": "gpu_catalog",
+    "list_models": "model_catalog",
+    "list_prices": "price_catalog",
     "model_spec_from_config": "hf_config",
-    "optimize": "search",
+    "optimize": "optimization",
 }
 
 

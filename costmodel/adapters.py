@@ -17,7 +17,7 @@ from typing import Final
 
 from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError, shown
-from costmodel.hf_config import Experts, Layer, Linear, ModelSpec
+from costmodel.model_spec import Experts, Layer, Linear, ModelSpec
 
 REWRITTEN_FAMILIES: Final = frozenset(
     {

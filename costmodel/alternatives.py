@@ -1,6 +1,6 @@
 """Other settings that may be suggested for a job on a card: those that run there, and what each needs.
 
-Which is better is not decided here (:mod:`costmodel.search`). Fields that a job fixes are among them too.
+Which is better is not decided here (:mod:`costmodel.optimization`). Fields that a job fixes are among them too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from costmodel.catalog import find_model_config
 from costmodel.hf_config import model_spec_from_config
+from costmodel.model_catalog import find_model_config
 from costmodel.specs import GpuSpec
 
 _FLATTENING_FRAMEWORKS: Final = frozenset({"trl", "axolotl", "llamafactory", "unsloth", "transformers"})

@@ -1,4 +1,4 @@
-"""Two factors on the step time, fitted to measured steps: fit them, keep them in a small file, find the file that matches.
+"""Two factors on the step time, fitted to measured steps. :mod:`costmodel.stored_calibrations` keeps and finds them.
 
     step = what grows with the tokens * device_factor, under and beside what does not * host_factor
 
@@ -11,29 +11,22 @@ Used only where a job asks for it (``calibration``), and always named in the ans
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import math
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from costmodel import constants as c
 from costmodel.defaults import ResolvedJob
+from costmodel.device_rates import compute_dtype
 from costmodel.errors import CostModelError
 from costmodel.model_spec import ModelSpec
-from costmodel.probes import config_folder
 from costmodel.specs import GpuSpec
-from costmodel.step_time import compute_dtype, step_time
-from costmodel.strict_json import read_json_text
+from costmodel.step_time import step_time
 from costmodel.uncertainty import job_kind
 from costmodel.workload import Batch
 
 SCHEMA_VERSION: Final = 1
-AUTO: Final = "auto"
-FOLDER_NAME: Final = "calibrations"
 
 # How much the share of the step that follows the tokens must differ between the smallest and the largest batch before two
 # factors can be told apart. Neighbouring small batches differ by 0.02 to 0.12 in the series of the paper and of Qwen 1, and
@@ -41,14 +34,17 @@ FOLDER_NAME: Final = "calibrations"
 MIN_SHARE_DIFFERENCE: Final = 0.13
 # ... and how much larger it must be: twice the batch is a neighbour (Qwen 1 at 256 and 512 tokens leads to 8 %).
 MIN_TOKENS_RATIO: Final = 2.5
-# What the fit takes for granted: a measured step is good to 2 %, a factor within 30 % of 1 unless the steps say otherwise.
+# What the fit takes for granted: a measured step is good to 2 % (and to what its like scatter by), a factor within 30 % of 1
+# unless the steps say otherwise.
 _STEP_SIGMA: Final = 0.02
+# The standard deviation of log(device_factor / host_factor) beyond which two factors are not told apart: what two steps that
+# differ by MIN_SHARE_DIFFERENCE give, each good to _STEP_SIGMA.
+_MAX_RATIO_SIGMA: Final = math.sqrt(2.0) * _STEP_SIGMA / MIN_SHARE_DIFFERENCE
 _FACTOR_SIGMA: Final = 0.3
 _SAME_BATCH: Final = 1.1  # ratio of tokens below which two batches are one
 _SMALLEST_ERROR: Final = 0.03  # another day, another machine of the same kind
 _MAX_LEFT_OUT: Final = 8  # steps that are left out in turn, evenly chosen
 _NORMAL_80: Final = 1.28  # standard deviations that hold 80 % of a normal distribution
-_FACTOR_LIMITS: Final = (0.02, 50.0)
 _MAX_SIZE_RATIO: Final = 2.0  # of active parameters, between the calibrated models and a model that the error holds for
 
 
@@ -62,6 +58,12 @@ class MeasuredStep:
     batch: Batch  # one micro-batch
     seconds: float
     source: str
+    scatter: float = 0.0  # standard error of ``seconds``, as a share, by the scatter of the steps it stands for
+
+    @property
+    def sigma(self) -> float:
+        """How well ``seconds`` is known, as a share: no better than the model's own form, and no better than it scatters."""
+        return math.hypot(_STEP_SIGMA, self.scatter)
 
     def predicted_seconds(self, device_factor: float = 1.0, host_factor: float = 1.0) -> float:
         """Raises :class:`CostModelError` where the card has no rate for the job's type."""
@@ -143,8 +145,8 @@ class Calibration:
         if self.num_factors == 1:
             if self.num_tokens_high >= MIN_TOKENS_RATIO * self.num_tokens_low:
                 why = (
-                    "all of them are bound by the same thing, host or device, so one factor holds for everything between "
-                    "them; outside it may not"
+                    "they do not tell host and device apart (all bound by the same thing, or scattered too much), so one "
+                    "factor holds for everything between them; outside it may not"
                 )
             else:
                 why = (
@@ -170,9 +172,6 @@ class Calibration:
             <= self.num_active_params_high * _MAX_SIZE_RATIO
         )
         return is_inside and is_of_size and model.family == self.model_family
-
-
-# --- fitting ----------------------------------------------------------------------------------------------------------
 
 
 def fit(steps: Sequence[MeasuredStep], *, created_on: str, ftcost_version: str) -> Calibration:
@@ -239,8 +238,8 @@ def _can_tell_apart(steps: Sequence[MeasuredStep]) -> bool:
     shares = [token_share(step) for step in ordered]
     differs = max(shares) - min(shares) >= MIN_SHARE_DIFFERENCE
     if ratio >= MIN_TOKENS_RATIO:
-        # Far apart, and yet bound alike from end to end: one factor holds there, and the other would be noise.
-        return differs
+        # Far apart, and yet bound alike from end to end, or scattered too much: one factor, the other would be noise.
+        return differs and _ratio_sigma(ordered, shares) <= _MAX_RATIO_SIGMA
     if len({step.source for step in steps}) == 1 or ratio <= _SAME_BATCH:
         return False
     raise CostModelError(
@@ -248,6 +247,17 @@ def _can_tell_apart(steps: Sequence[MeasuredStep]) -> bool:
         f"them says little of any other batch; {_batch_to_measure(small, large, min(shares))}, or give one of them alone "
         "for a single factor"
     )
+
+
+def _ratio_sigma(steps: Sequence[MeasuredStep], shares: Sequence[float]) -> float:
+    """Standard deviation of log(device_factor / host_factor), had the steps alone to say: that of a line's slope.
+
+    A step's log error is log(host) + its share of tokens · log(device / host), give or take its ``sigma``.
+    """
+    weights = [1.0 / step.sigma**2 for step in steps]
+    mean = sum(weight * share for weight, share in zip(weights, shares, strict=True)) / sum(weights)
+    spread = sum(weight * (share - mean) ** 2 for weight, share in zip(weights, shares, strict=True))
+    return 1.0 / math.sqrt(spread) if spread else math.inf
 
 
 def _batch_to_measure(small: MeasuredStep, large: MeasuredStep, share: float) -> str:
@@ -268,7 +278,7 @@ def _log_error(step: MeasuredStep, device: float, host: float) -> float:
 
 
 def _fitted(steps: Sequence[MeasuredStep], num_factors: int, start: tuple[float, float] = (1.0, 1.0)) -> tuple[float, float]:
-    """(device_factor, host_factor): least squares on the log errors, each factor held loosely at 1.
+    """(device_factor, host_factor): least squares on the log errors in units of ``sigma``, each factor held loosely at 1.
 
     Two unknowns and a smooth, monotone model: Newton's method with the step halved until the cost falls.
     """
@@ -277,7 +287,7 @@ def _fitted(steps: Sequence[MeasuredStep], num_factors: int, start: tuple[float,
         return factor, factor
 
     def errors(x: float, y: float) -> list[float]:
-        return [_log_error(step, math.exp(x), math.exp(y)) / _STEP_SIGMA for step in steps]
+        return [_log_error(step, math.exp(x), math.exp(y)) / step.sigma for step in steps]
 
     def cost(values: Sequence[float], x: float, y: float) -> float:
         return sum(value * value for value in values) + (x * x + y * y) / _FACTOR_SIGMA**2
@@ -309,12 +319,14 @@ def _fitted(steps: Sequence[MeasuredStep], num_factors: int, start: tuple[float,
 
 
 def _error(steps: Sequence[MeasuredStep], residual: float, start: tuple[float, float]) -> float:
-    """What a step in between misses by, 80 % of the time: by what the fit leaves over, and with each step left out in turn.
+    """What a step in between misses by, 80 % of the time: by what the fit leaves over, by how well the steps themselves are
+    known, and with each step left out in turn.
 
     Fewer than five steps cannot say: then no less than two batches miss by in the measured series.
     """
     ordered = sorted(steps, key=lambda step: step.batch.num_tokens)
     left_over = _NORMAL_80 * residual * math.sqrt(len(steps) / (len(steps) - 2)) if len(steps) > 2 else 0.0
+    left_over = max(left_over, _NORMAL_80 * math.sqrt(sum(step.scatter**2 for step in steps) / len(steps)))
     if len(ordered) < 5:
         return max(c.CALIBRATED_STEP_INTERVAL, left_over)
     missed = []
@@ -335,176 +347,3 @@ def _quantile(values: Sequence[float], share: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def calibrations_folder() -> str:
-    """Where ``ftcost calibrate`` keeps what it is given no ``--out`` for, and where ``auto`` looks."""
-    return os.path.join(config_folder(), FOLDER_NAME)
-
-
-def default_path(calibration: Calibration) -> str:
-    """One file for each card, stack, kind of job and model; a newer calibration takes the place of an older."""
-    style = calibration.style
-    size = _size_text(calibration.num_active_params_high)
-    words = (style.gpu, f"{style.framework} {style.framework_major_version}", style.kind, calibration.model_family, size)
-    return os.path.join(calibrations_folder(), f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json")
-
-
-def _size_text(num_params: int) -> str:
-    """``6.6b``, ``0.5b``, ``14m``, ``90k``: never ``0.0b``."""
-    if num_params >= 1e8:
-        return f"{num_params / 1e9:.1f}b"
-    return f"{num_params / 1e6:.0f}m" if num_params >= 1e6 else f"{num_params / 1e3:.0f}k"
-
-
-def write_calibration(path: str, calibration: Calibration) -> None:
-    """Whole or not at all. Raises :class:`CostModelError` where the file cannot be written."""
-    unfinished = f"{path}.tmp"
-    try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(unfinished, "w", encoding="utf-8") as file:
-            json.dump(calibration.to_dict(), file, indent=2, allow_nan=False)
-            file.write("\n")
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise CostModelError(f"cannot write the calibration {path}: {error.strerror or error}") from None
-
-
-def read_calibration(path: str) -> Calibration:
-    """Raises :class:`CostModelError` for a file that is missing or holds no calibration."""
-    try:
-        facts = os.stat(path)
-    except OSError as error:
-        raise CostModelError(
-            f"no calibration at {path} ({error.strerror}); ftcost calibrate RUN --out FILE writes one"
-        ) from None
-    return _read(path, facts.st_mtime_ns, facts.st_size)
-
-
-@functools.lru_cache(maxsize=64)
-def _read(path: str, modified_ns: int, size: int) -> Calibration:
-    del modified_ns, size  # only tell one content of the file from the next
-    try:
-        value = json.loads(read_json_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CostModelError(f"{path} cannot be read as a calibration: {error}") from None
-    return calibration_from_mapping(value, path)
-
-
-def calibration_from_mapping(value: Any, where: str = "the calibration") -> Calibration:
-    """Unknown fields are passed over. Raises :class:`CostModelError` for anything that is no calibration."""
-    try:
-        fields = {each.name: value[each.name] for each in dataclasses.fields(Calibration)}
-        fields["style"] = Style(**{each.name: fields["style"][each.name] for each in dataclasses.fields(Style)})
-        for name in ("models", "sources"):
-            fields[name] = tuple(str(each) for each in fields[name])
-        for name in ("device_factor", "host_factor", "num_tokens_low", "num_tokens_high"):
-            fields[name] = float(fields[name])
-        if fields["error"] is not None:
-            fields["error"] = float(fields["error"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CostModelError(
-            f"{where} holds no calibration ({type(error).__name__}: {error}); ftcost calibrate RUN --out FILE writes one"
-        ) from None
-    low, high = _FACTOR_LIMITS
-    for name in ("device_factor", "host_factor"):
-        if not low <= fields[name] <= high:
-            raise CostModelError(f"{where}: {name} must lie between {low:g} and {high:g}, got {fields[name]:g}")
-    if fields["error"] is not None and not 0 < fields["error"] < 10:
-        raise CostModelError(f"{where}: error must be a share between 0 and 10, got {fields['error']:g}")
-    return Calibration(**fields)
-
-
-# --- applying ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """A calibration in use: where it came from, and whether its error is about the job's batch."""
-
-    calibration: Calibration
-    file: str | None  # None: given with the job itself
-    is_inside: bool
-
-    def interval_factor(self, uncalibrated: float) -> float:
-        """The step lies between estimate / factor and estimate * factor: the calibration's error inside its range."""
-        error = self.calibration.error
-        return min(uncalibrated, math.exp(error)) if self.is_inside and error is not None else uncalibrated
-
-    def to_dict(self) -> dict[str, Any]:
-        """The answer's ``calibration``."""
-        whole = self.calibration.to_dict()
-        names = (
-            *("device_factor", "host_factor", "num_factors", "error", "num_tokens_low", "num_tokens_high"),
-            *("num_sequences_low", "num_sequences_high", "model_family", "models", "num_runs", "created_on"),
-        )
-        return {"file": self.file, "is_inside_range": self.is_inside, **{name: whole[name] for name in names}}
-
-
-def check_calibration(wanted: str | Mapping[str, Any]) -> None:
-    """Raises :class:`CostModelError` for a named file, or a content, that is no calibration."""
-    if wanted != AUTO:
-        read_calibration(wanted) if isinstance(wanted, str) else calibration_from_mapping(wanted)
-
-
-def find_calibration(
-    wanted: str | Mapping[str, Any],
-    model: ModelSpec,
-    job: ResolvedJob,
-    gpu: GpuSpec,
-    batch: Batch,
-    warn: Callable[[str], None],
-) -> Applied | None:
-    """What a job's ``calibration`` means for it; ``None``, and a warning, where nothing measured matches.
-
-    ``auto`` takes the user's own file of the same card and style: of the same family before others, with the batch inside
-    its range before others, then the newest. Raises :class:`CostModelError` for a named file that is no calibration.
-    """
-    style = Style.of(model, job, gpu)
-    if wanted == AUTO:
-        found = []
-        for path, calibration in _own(warn):
-            if not style.differences(calibration.style):
-                is_inside = calibration.covers(model, batch)
-                rank = (calibration.model_family == model.family, is_inside, calibration.created_on, path)
-                found.append((rank, Applied(calibration, path, is_inside)))
-        if not found:
-            warn(
-                f"calibration auto: none in {calibrations_folder()} was measured on {style.gpu} with {style.framework} "
-                f"{style.framework_major_version}, {style.kind}, in this style; ftcost calibrate RUN makes one"
-            )
-            return None
-        applied = max(found, key=lambda entry: entry[0])[1]
-    else:
-        file = wanted if isinstance(wanted, str) else None
-        calibration = read_calibration(wanted) if isinstance(wanted, str) else calibration_from_mapping(wanted)
-        if differences := calibration.style.differences(style):
-            warn(
-                f"the calibration{f' {file}' if file else ''} is not used: what was measured is not what this job runs "
-                f"({'; '.join(differences)})"
-            )
-            return None
-        applied = Applied(calibration, file, calibration.covers(model, batch))
-    if applied.calibration.constants_version != c.CONSTANTS_VERSION:
-        warn(
-            f"the calibration was fitted with constants {applied.calibration.constants_version}, these are "
-            f"{c.CONSTANTS_VERSION}: run ftcost calibrate again"
-        )
-    return applied
-
-
-def _own(warn: Callable[[str], None]) -> Iterator[tuple[str, Calibration]]:
-    folder = calibrations_folder()
-    try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
-    except OSError:
-        return
-    for name in names:
-        path = os.path.join(folder, name)
-        try:
-            yield path, read_calibration(path)
-        except CostModelError as error:
-            warn(str(error))

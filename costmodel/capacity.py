@@ -1,14 +1,16 @@
-"""The largest batch and the longest sequence that fit a card: exact, by search on the monotone peak."""
+"""Whether a job fits its card, and the largest batch and longest sequence that do: exact, by search on the monotone peak."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from costmodel.defaults import ResolvedJob
-from costmodel.hf_config import ModelSpec
-from costmodel.lengths import LengthDistribution, longest_batch, row_multiple
-from costmodel.memory import peak_device_bytes
+from costmodel.described_job import DescribedJob
+from costmodel.lengths import LengthDistribution, longest_batch, longest_sequence, row_multiple
+from costmodel.memory import MemoryBreakdown, peak_device_bytes
+from costmodel.model_spec import ModelSpec
 from costmodel.workload import Batch
 
 MAX_BATCH_SIZE: Final = 65_536
@@ -145,3 +147,42 @@ def expected_step_that_does_not_fit(share_that_fits: float, micro_batches_per_st
     A step goes through with ``share ** micro_batches``, so the first that does not is geometric.
     """
     return 1.0 / (1.0 - share_that_fits**micro_batches_per_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a job fits its card, by how much, and what would."""
+
+    verdict: str  # fits | tight | does_not_fit
+    headroom_bytes: int
+    share_of_batches: float | None
+    max_batch_size: int
+    max_length_tokens: int
+
+
+def fit_of(described: DescribedJob, memory: MemoryBreakdown) -> Fit | None:
+    """``None`` where no gpu is given."""
+    model, job, gpu, lengths = described.model, described.job, described.gpu, described.lengths
+    if gpu is None:
+        return None
+    capacity, on_cpu = gpu.memory_bytes, described.on_cpu
+    high = memory.peak_device_bytes_high or memory.peak_device_bytes
+    verdict = "does_not_fit" if memory.peak_device_bytes > capacity else "tight" if high > capacity else "fits"
+    longest, attended = longest_sequence(job, lengths)
+    max_batch = max_batch_size(
+        model, job, capacity, longest, is_padded=described.mixes_lengths, on_cpu=on_cpu, attended_tokens=attended
+    )
+    max_length = max_length_that_fits(
+        model,
+        job,
+        capacity,
+        is_padded=described.is_padded,
+        on_cpu=on_cpu,
+        attended_tokens=attended if attended < longest else None,
+    )
+    share = None
+    if lengths is not None and not job.packing and job.padding != "max_length":
+        share = share_of_batches_that_fit(lengths, job.per_device_train_batch_size, max_length)
+    elif lengths is not None:
+        share = 0.0 if verdict == "does_not_fit" else 1.0
+    return Fit(verdict, capacity - memory.peak_device_bytes, share, max_batch, max_length)

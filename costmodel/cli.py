@@ -37,15 +37,7 @@ from costmodel.cli_flags import (
     spot_terms,
     with_job_flags,
 )
-from costmodel.cli_input import (
-    JobInput,
-    as_job_mapping,
-    effects_of_dataset,
-    job_texts,
-    read_job,
-    read_text,
-    standard_input,
-)
+from costmodel.cli_input import JobInput, effects_of_dataset, job_texts, read_job, read_text, standard_input
 from costmodel.cli_lists import gpus_command, models_command, prices_command
 from costmodel.cli_run import (
     DOES_NOT_FIT,
@@ -63,19 +55,19 @@ from costmodel.cli_run import (
     while_read,
 )
 from costmodel.errors import CostModelError
-from costmodel.strict_json import parse_json
+from costmodel.strict_json import job_mapping, parse_json
 from costmodel.units import SECONDS_PER_HOUR
 
 if TYPE_CHECKING:
     from costmodel.spot import SpotTerms
 
-__all__ = ["COMMAND_SETTINGS", "FITS", "app", "job_fields_from_flags", "main", "run", "with_job_flags"]
+__all__ = ["app", "main", "run"]
 
 
 # --- estimate ---------------------------------------------------------------------------------------------------------
 
 
-@app.command("estimate", context_settings=COMMAND_SETTINGS)
+@app.command("estimate", context_settings=COMMAND_SETTINGS, short_help="Will it fit, how long, what will it cost?")
 @with_job_flags
 def estimate_command(
     file: File = None,
@@ -182,7 +174,7 @@ def _with_spot(answer: dict[str, Any], spot: SpotTerms | None = None) -> dict[st
 
 def _stale_price(answer: Mapping[str, Any]) -> str | None:
     """A sentence where the answer's price is old. Not part of the answer, which is the same on every day."""
-    from costmodel.catalog import stale_price_warning
+    from costmodel.price_catalog import stale_price_warning
     from costmodel.specs import Price
 
     price = answer.get("price")
@@ -237,7 +229,7 @@ def _estimate_lines(path: str, fields: Mapping[str, Any], *, strict: bool) -> in
     with while_read():
         for number, line in job_texts(lines):
             try:
-                job = as_job_mapping(parse_json(line, f"line {number}"), f"line {number}")
+                job = job_mapping(parse_json(line, f"line {number}"), f"line {number}")
                 answer = _with_spot(estimate({**job, **fields}).to_dict())
                 stale = stale or _stale_price(answer)
                 text = to_json(answer, indent=None)
@@ -269,7 +261,7 @@ _FORMATS: Final = ("table", "markdown", "json", "skypilot")
 _ROWS_SHOWN: Final = 25
 
 
-@app.command("compare", context_settings=COMMAND_SETTINGS)
+@app.command("compare", context_settings=COMMAND_SETTINGS, short_help="The same job on every GPU with a price.")
 @with_job_flags
 def compare_command(
     file: File = None,
@@ -302,8 +294,9 @@ def compare_command(
         raise CostModelError("--interruptions-per-hour goes with --tiers spot")
     form = one_format(form, as_json, markdown, _FORMATS)
 
-    from costmodel import report
-    from costmodel.search import compare
+    from costmodel import comparison_tables
+    from costmodel.comparison import compare
+    from costmodel.report import to_json
 
     candidates = compare(job, split_names(gpus), wanted_tiers, by=by, as_is=as_is, spot=spot, today=today())
     if plot is not None:
@@ -312,7 +305,7 @@ def compare_command(
         plots.write_picture(plot, plots.comparison_svg(candidates), title="ftcost compare")
     with while_read():
         if form == "json":
-            print(report.to_json([candidate.to_dict() for candidate in candidates]))
+            print(to_json([candidate.to_dict() for candidate in candidates]))
         elif form == "skypilot":
             from costmodel.skypilot import can_rent, resources_block
 
@@ -321,14 +314,16 @@ def compare_command(
         else:
             every_offer = show_all or len(candidates) <= _ROWS_SHOWN
             in_full = wide or form == "markdown"
-            table = report.comparison_table(candidates, by=by, today=today(), every_offer=every_offer, wide=in_full)
+            table = comparison_tables.comparison_table(
+                candidates, by=by, today=today(), every_offer=every_offer, wide=in_full
+            )
             show_table(table, form == "markdown")
             if not in_full:
                 for reason in dict.fromkeys(f"{each.gpu} cannot run it: {each.error}" for each in candidates if each.error):
                     say(reason)
     _say_warnings(candidates)
     if not any(candidate.fits for candidate in candidates):
-        say(report.fits_nowhere_sentence(candidates))
+        say(comparison_tables.fits_nowhere_sentence(candidates))
         return DOES_NOT_FIT
     if form == "skypilot" and not any(map(can_rent, candidates)):
         say("SkyPilot rents none of the offers that fit: name other --gpus or --tiers, or leave out --cloud")
@@ -367,7 +362,7 @@ def _say_warnings(candidates: Iterable[Any]) -> None:
         say(warning)
 
 
-@app.command("optimize", context_settings=COMMAND_SETTINGS)
+@app.command("optimize", context_settings=COMMAND_SETTINGS, short_help="Which settings make the job cheaper.")
 @with_job_flags
 def optimize_command(
     file: File = None,
@@ -407,8 +402,9 @@ def optimize_command(
     job, wanted_tiers = told.fields, _wanted_tiers(told.fields, tiers)
     spot = spot_terms(interruptions_per_hour, restart_seconds)
 
-    from costmodel import report
-    from costmodel.search import optimize
+    from costmodel import comparison_tables
+    from costmodel.optimization import optimize
+    from costmodel.report import to_json
 
     result = optimize(
         job,
@@ -425,9 +421,9 @@ def optimize_command(
     )
     with while_read():
         if as_json:
-            print(report.to_json(result))
+            print(to_json(result))
         else:
-            for table in report.optimization_tables(result, today=today()):
+            for table in comparison_tables.optimization_tables(result, today=today()):
                 show_table(table, markdown)
                 print()
     _say_warnings([result.best])

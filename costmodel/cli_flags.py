@@ -59,7 +59,7 @@ _HELP: Final[dict[str, str]] = {
     "per_device_train_batch_size": "Samples per GPU and micro-step.",
     "gradient_accumulation_steps": "Micro-steps per optimizer step.",
     "gradient_checkpointing": "Recompute activations in the backward pass.",
-    "gradient_checkpointing_kwargs": "As JSON.",
+    "gradient_checkpointing_kwargs": 'How to checkpoint, as JSON: {"use_reentrant": false}.',
     "attn_implementation": "Attention kernel.",
     "experts_implementation": "How the experts of a layer are computed.",
     "expert_imbalance": "Tokens of the busiest expert over the mean; 1 is even.",
@@ -256,7 +256,7 @@ COMMAND_SETTINGS: Final = {"token_normalize_func": _field_name, "help_option_nam
 File = Annotated[
     str | None,
     typer.Argument(
-        metavar="[FILE]", help="Job file (.json, .yaml, .jsonl: a job a line), - for stdin, or another tool's config."
+        metavar="FILE", help="Job file (.json, .yaml, .jsonl: a job a line), - for stdin, or another tool's config."
     ),
 ]
 
@@ -268,22 +268,31 @@ def finite(option: typer.CallbackParam, value: float | None) -> float | None:
     return value
 
 
-Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="As Markdown.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 GpuMemory = Annotated[
     float | None,
-    typer.Option("--gpu-memory-gib", help="Describe a GPU that is not in the catalogue.", min=0.1, max=1e6, callback=finite),
+    typer.Option(
+        "--gpu-memory-gib",
+        help="Describe a GPU that is not in the catalogue: its memory.",
+        min=0.1,
+        max=1e6,
+        callback=finite,
+    ),
 ]
 GpuBandwidth = Annotated[
-    float | None, typer.Option("--gpu-bandwidth-gb-per-second", help="Of its memory.", min=1, callback=finite)
+    float | None,
+    typer.Option("--gpu-bandwidth-gb-per-second", help="The described GPU's memory bandwidth.", min=1, callback=finite),
 ]
-GpuPeak = Annotated[float | None, typer.Option("--gpu-bf16-tflops", help="Its dense bf16 peak.", min=0.01, callback=finite)]
+GpuPeak = Annotated[
+    float | None, typer.Option("--gpu-bf16-tflops", help="The described GPU's dense bf16 peak.", min=0.01, callback=finite)
+]
 
 
 def _use_price_file(context: typer.Context, path: str | None) -> str | None:
     """Puts the prices of ``--price-file`` in the place of the catalogue's until the command ends."""
     if path is not None:
-        from costmodel.catalog import prices_from
+        from costmodel.price_catalog import prices_from
 
         for refused in context.with_resource(prices_from(path)).refused:
             say(f"refused: {refused}")

@@ -108,13 +108,6 @@ def _all_of_standard_input() -> str:
     return "".join(lines)
 
 
-def as_job_mapping(job: Any, where: str) -> dict[str, Any]:
-    if isinstance(job, dict) and all(isinstance(name, str) for name in job):
-        return job
-    kind = "field names that are not text" if isinstance(job, dict) else type(job).__name__
-    raise CostModelError(f"{where} must hold one job, a mapping of field names to values; it holds {kind}")
-
-
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
@@ -136,10 +129,10 @@ def _count_dataset(path: str, tokenizer: str | None, model: Any) -> DatasetLengt
 
 def effects_of_dataset(dataset: DatasetLengths, job: Mapping[str, Any]) -> DatasetEffects:
     """``job``: the answer's, with every default filled."""
-    from costmodel.catalog import find_model_config
     from costmodel.dataset import dataset_effects
     from costmodel.defaults import resolve
     from costmodel.hf_config import model_spec_from_config
+    from costmodel.model_catalog import find_model_config
     from costmodel.specs import parse_job
 
     parsed = parse_job(job)

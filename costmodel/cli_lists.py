@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -12,19 +12,21 @@ from costmodel.cli_run import FITS, print_json, say, show_table, today
 from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
 from costmodel.units import GIB, GIGA, TERA
 
+_ALL_GPUS: Final = "ftcost gpus lists all"
+
 
 def gpus_command(
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only names that contain this.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Only names that contain this.")] = None,
     as_json: Json = False,
 ) -> int:
     """GPUs whose data sheet is known."""
-    from costmodel.catalog import list_gpus
-    from costmodel.report import Table
+    from costmodel.gpu_catalog import list_gpus
+    from costmodel.tables import Table
 
     gpus = list_gpus()
     shown = [gpu for gpu in gpus if _contains((gpu.name, gpu.vendor, gpu.architecture, *gpu.nvml_names), text)]
     if not shown:
-        raise UnknownNameError("GPU", text, [gpu.name for gpu in gpus])
+        raise UnknownNameError("GPU", text, [gpu.name for gpu in gpus], way_out=_ALL_GPUS)
     if as_json:
         return print_json([gpu.model_dump() for gpu in shown])
     rows = tuple(
@@ -45,12 +47,12 @@ def gpus_command(
 
 
 def models_command(
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only ids or families with this.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Only ids or families with this.")] = None,
     as_json: Json = False,
 ) -> int:
     """Models whose config.json is in the catalogue. Others work too: give a path to theirs."""
-    from costmodel.catalog import list_models, model_facts
-    from costmodel.report import Table
+    from costmodel.model_catalog import list_models, model_facts
+    from costmodel.tables import Table
 
     facts = [model_facts(model_id) for model_id in list_models()]
     shown = [fact for fact in facts if _contains((fact.model_id, fact.model_type), text)]
@@ -74,7 +76,7 @@ def models_command(
 
 
 def prices_command(
-    gpu: Annotated[str | None, typer.Argument(metavar="[GPU]", help="Only this GPU.")] = None,
+    gpu: Annotated[str | None, typer.Argument(metavar="GPU", help="Only this GPU.")] = None,
     cloud: Annotated[str | None, typer.Option("--cloud", help="Only this cloud.")] = None,
     tier: Annotated[
         str | None, typer.Option("--tier", metavar="on_demand|spot|reserved|community", help="Only this tier.")
@@ -87,8 +89,10 @@ def prices_command(
     price_file: PriceFile = None,
 ) -> int:
     """Dated prices, cheapest first for each GPU. Storage, traffic and taxes are in none of them."""
-    from costmodel.catalog import TIERS, find_cloud, list_gpus, list_price_rows, price_age_days, stale_price_warning
-    from costmodel.report import Table, format_age
+    from costmodel.gpu_catalog import list_gpus
+    from costmodel.price_catalog import TIERS, age_days, find_cloud, list_price_rows, stale_price_warning
+    from costmodel.report import format_age
+    from costmodel.tables import Table
 
     if update:
         _update_prices()
@@ -112,7 +116,7 @@ def prices_command(
             [
                 {
                     **row.price.model_dump(),
-                    "age_days": price_age_days(row.price, day),
+                    "age_days": age_days(row.price.as_of, day),
                     "not_ranked_because": row.not_ranked_because or None,
                 }
                 for row in shown
@@ -145,7 +149,7 @@ def prices_command(
 def _update_prices() -> None:
     """Reads today's prices into the user's configuration folder, from where they go before the built-in ones."""
     from costmodel import price_update
-    from costmodel.catalog import updated_prices_path
+    from costmodel.price_catalog import updated_prices_path
 
     fetched = price_update.fetch_offers()
     update = price_update.rows_from_offers(fetched.offers, as_of=today(), version=fetched.version)
@@ -161,12 +165,14 @@ def _update_prices() -> None:
 
 def _gpu_names(name: str) -> set[str]:
     """Every product a name may mean: a list of prices need not choose one A100."""
-    from costmodel.catalog import find_gpu
+    from costmodel.gpu_catalog import find_gpu, list_gpus
 
     try:
         return {find_gpu(name).name}
     except AmbiguousNameError as error:
         return set(error.candidates)
+    except UnknownNameError:
+        raise UnknownNameError("GPU", name, [gpu.name for gpu in list_gpus()], way_out=_ALL_GPUS) from None
 
 
 def _contains(names: Iterable[str], text: str | None) -> bool:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from costmodel.errors import CostModelError, one_line
 from costmodel.specs import validation_message
+from costmodel.version import ftcost_version
 
 FITS, INTERNAL_ERROR, WRONG_INPUT, DOES_NOT_FIT, OVER_LIMIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -66,12 +67,12 @@ TOO_LARGE: Final = "a number of the job or of the model's config is too large to
 
 
 def show_table(table: Any, markdown: bool = False) -> None:
-    from costmodel import report
+    from costmodel.tables import print_table, table_as_markdown
 
     if markdown:
-        print(report.table_to_markdown(table), end="")
+        print(table_as_markdown(table))
     else:
-        report.print_table(table, sys.stdout)
+        print_table(table, sys.stdout)
 
 
 def print_json(value: Any) -> int:
@@ -84,24 +85,17 @@ def print_json(value: Any) -> int:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _version_text() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"ftcost {version('ftcost')}"
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "ftcost (not installed)"
-
-
 def _version(wanted: bool) -> None:
     if wanted:
-        print(_version_text())
+        print(f"ftcost {ftcost_version()}")
         raise typer.Exit()
 
 
 @app.callback(context_settings={"help_option_names": ["--help", "-h"]})
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     pass
 
@@ -115,14 +109,14 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
         return WRONG_INPUT
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0] in ("--help", "-h"):
-        application.info.epilog = _version_text()
+        application.info.epilog = f"ftcost {ftcost_version()}"
     try:
         code = _with_the_named_command(application, arguments)(args=arguments, prog_name="ftcost", standalone_mode=False)
         with while_read():
             pass  # what is still in the buffer
         return code if isinstance(code, int) else FITS
     except (CostModelError, ValidationError) as error:
-        say(error_text(error), stream)
+        say(error_text(error, describes_gpus=words[:1] == ["estimate"]), stream)
         return WRONG_INPUT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -157,12 +151,17 @@ def run(arguments: list[str] | None = None, *, application: typer.Typer = app, e
         return INTERNAL_ERROR
 
 
-def error_text(error: Exception) -> str:
-    """The error's message; where it names fields of a job that are flags by other names, those."""
-    from costmodel.catalog import DESCRIBE_GPU, GIVE_PRICE
+def error_text(error: Exception, *, describes_gpus: bool = True) -> str:
+    """The error's message; where it names fields of a job that are flags by other names, those.
+
+    ``describes_gpus``: whether the command has flags that describe a GPU.
+    """
+    from costmodel.gpu_catalog import DESCRIBE_GPU
+    from costmodel.price_catalog import GIVE_PRICE
 
     text = validation_message(error) if isinstance(error, ValidationError) else str(error)
-    text = text.replace(DESCRIBE_GPU, f"{_DESCRIBE_GPU_FLAGS} ({DESCRIBE_GPU})")
+    if describes_gpus:
+        text = text.replace(DESCRIBE_GPU, f"{_DESCRIBE_GPU_FLAGS} ({DESCRIBE_GPU})")
     return text.replace(GIVE_PRICE, "or give the price: --usd-per-gpu-hour")
 
 

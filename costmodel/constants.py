@@ -22,15 +22,18 @@ CUDA_CONTEXT_BYTES: Final = 480 * MIB
 # allocation logs of 24 jobs (accuracy/replays.csv): LoRA 0.09 to 0.14, LoRA checkpointed 0.22 to 0.9 (the more, the smaller
 # the vocabulary), full 0.03 to 0.5. No measured run was used.
 ALLOCATOR_OVERHEAD: Final[dict[str, float]] = {"lora": 0.10, "lora_checkpointed": 0.30, "full": 0.17}
+# ... of checkpointed GPTQ, whose weights are unpacked by operators of torch into blocks of five sizes: the median of 24
+# replays (accuracy/qwen_replays.csv), 0.15 to 1.4.
+GPTQ_ALLOCATOR_OVERHEAD: Final = 0.54
 
 # Lengths that differ from batch to batch: cached blocks that the next batch does not fit into, at most (90 % of the replays
 # of accuracy/replays.csv, orders and spreads of lengths mixed), as a multiple of the loss's bytes. Given back when the card
 # is full, so they count in what the card shows and not in what fits.
 VARIABLE_LENGTH_HOLES: Final[dict[str, float]] = {"lora": 4.0, "lora_checkpointed": 4.6, "full": 2.6}
 
-# Positions whose logits exist at once: TRL 1.16 kernels/chunked_logprob.py; Liger's fused head sizes its chunks by
-# hidden/vocab, a few hundred to two thousand positions.
-LOSS_CHUNK_TOKENS: Final[dict[str, int]] = {"chunked": 2048, "fused": 1024}
+# Positions whose logits exist at once where a loss of plain operators goes through them in chunks. Assumed; TRL's and
+# Liger's own chunks follow from their code (head_memory.py).
+LOSS_CHUNK_TOKENS: Final = 2048
 
 # --- step time --------------------------------------------------------------------------------------------------------
 # Six fitted constants and some adopted ones. Fitted on 177 public measured runs (9 cards, 9 sources) with equal weight for
@@ -77,10 +80,11 @@ LOOP_OPERATOR_FACTOR: Final = 2.0
 # sets of arXiv:2408.04693, with two experts a token and hardly with eight. Fitted; 6.5 to 7.4. No other family is seen to.
 EXPERTS_OF_PADDING: Final[dict[str, float]] = {"blackmamba": 7.0}
 # On a probed processor, in dispatched operators: what the Trainer and accelerate do in a step beside the model and the
-# optimizer (batch, schedule, callbacks: 1.2 ms where an operator took 1.6 us), and what each expert adds to a grouped
-# product, which is a loop over the experts inside one kernel (8 us: two views, a product). Measured once, on the models of
-# benchmarks/cpu_proof.py --shapes choose; not fitted.
-TRAINER_OPERATORS: Final = 750.0
+# optimizer (batch, schedule, callbacks, gradients to None: 2.3 to 3.1 ms where an operator took 2.2 us, inside runs, whose
+# own work leaves nothing of it in the caches), and what each expert adds to a grouped product, which is a loop over the
+# experts inside one kernel (8 us: two views, a product). Measured on the models of benchmarks/cpu_proof.py --shapes choose;
+# not fitted.
+TRAINER_OPERATORS: Final = 1200.0
 GROUP_OPERATORS: Final = 5.0
 # Dequantisation of one weight, each pass: bytes moved (codes and scales read, 16 bits written). GPTQ fitted (21 to 22, one
 # source): the 2023 code unpacks through wider intermediates, 16.5 counted from it; AWQ is taken to be as slow.
@@ -120,6 +124,9 @@ COMPILED_HOST_SHARE: Final = 0.3
 # Rules of thumb, no measurement: the answer shows them as startup_seconds and save_seconds, and its totals halve and double
 # them in their interval. A run's own measurements replace them.
 STARTUP_SECONDS: Final = 45.0  # imports, CUDA start, data set mapping
+# Where no card is started: imports of torch, transformers and peft. Our own measurement, of small Trainers on a shared
+# machine with two processors: 7 s of a processor's work, 16 s on the clock, 18 to 30 s beside other heavy work.
+CPU_STARTUP_SECONDS: Final = 16.0
 LOAD_BYTES_PER_SECOND: Final = 1.0e9  # checkpoint from a local or network disk into the device
 SAVE_BYTES_PER_SECOND: Final = 0.8e9
 FIRST_STEP_FACTOR: Final = 5.0  # the first step against the others: kernel selection, allocator growth

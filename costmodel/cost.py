@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from costmodel import constants as c
-from costmodel.catalog import bill_usd_per_hour
 from costmodel.defaults import ResolvedJob, transformers_major
 from costmodel.held_memory import held_bytes
-from costmodel.hf_config import ModelSpec
 from costmodel.lengths import BatchTokens
+from costmodel.model_spec import ModelSpec
+from costmodel.price_catalog import bill_usd_per_hour
 from costmodel.specs import Price
 from costmodel.step_time import StepTime
 from costmodel.units import SECONDS_PER_HOUR
@@ -31,6 +31,7 @@ class Schedule:
 class RunTime:
     """Seconds of the whole run by what they are spent on; ``None`` where it is not known how often that happens."""
 
+    num_steps: int
     train_seconds: float
     eval_seconds: float | None
     save_seconds: float | None
@@ -74,7 +75,7 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
     eval_every = job.eval_steps if job.eval_steps is not None else 500
     num_evaluations = _occurrences(job.eval_strategy, eval_every, steps, epochs)
     num_saves = _occurrences(job.save_strategy, job.save_steps, steps, epochs)
-    if job.save_strategy == "steps" and steps % _every(job.save_steps, steps):
+    if job.save_strategy == "steps" and steps % steps_between(job.save_steps, steps):
         num_saves = (num_saves or 0) + 1  # the last step is saved as well
     if job.save_strategy == "best":
         num_saves = num_evaluations  # at most: one for each evaluation
@@ -87,14 +88,14 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
     return Schedule(steps, micro_batches, num_evaluations, eval_batches, num_saves)
 
 
-def _every(setting: float, num_steps: int) -> int:
+def steps_between(setting: float, num_steps: int) -> int:
     """A step count, or below 1 a share of the run (transformers' ``eval_steps`` and ``save_steps``)."""
     return max(1, math.ceil(setting * num_steps) if setting < 1 else int(setting))
 
 
 def _occurrences(strategy: str, setting: float, num_steps: int, epochs: float | None) -> int | None:
     if strategy == "steps":
-        return num_steps // _every(setting, num_steps)
+        return num_steps // steps_between(setting, num_steps)
     if strategy == "epoch":
         return None if epochs is None else math.ceil(epochs)
     return 0
@@ -108,9 +109,16 @@ def save_bytes(model: ModelSpec, job: ResolvedJob) -> int:
 
 
 def run_time(
-    model: ModelSpec, job: ResolvedJob, plan: Schedule, step: StepTime, eval_batch_seconds: float | None
+    model: ModelSpec,
+    job: ResolvedJob,
+    plan: Schedule,
+    step: StepTime,
+    eval_batch_seconds: float | None,
+    *,
+    on_cpu: bool = False,
 ) -> RunTime:
     """Seconds of the run. ``eval_batch_seconds``: one forward over a batch of evaluation, where there is one."""
+    started = c.CPU_STARTUP_SECONDS if on_cpu else c.STARTUP_SECONDS
     accumulation = job.gradient_accumulation_steps
     micro_seconds = (step.step_seconds - step.optimizer_seconds) / accumulation
     train = plan.num_micro_batches * micro_seconds + plan.num_steps * step.optimizer_seconds
@@ -119,10 +127,11 @@ def run_time(
     if job.torch_compile:
         train += c.COMPILE_SECONDS
     return RunTime(
+        num_steps=plan.num_steps,
         train_seconds=train,
         eval_seconds=_eval_seconds(plan, eval_batch_seconds),
         save_seconds=None if plan.num_saves is None else plan.num_saves * save_bytes(model, job) / c.SAVE_BYTES_PER_SECOND,
-        startup_seconds=c.STARTUP_SECONDS + held_bytes(model, job).weights_bytes / c.LOAD_BYTES_PER_SECOND,
+        startup_seconds=started + held_bytes(model, job).weights_bytes / c.LOAD_BYTES_PER_SECOND,
     )
 
 

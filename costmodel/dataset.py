@@ -332,7 +332,7 @@ def _kept(histogram: Mapping[int, int], limit: int) -> dict[int, int]:
 def _split(num_samples: int, imported: ImportedJob | None) -> tuple[int, int]:
     """(trained on, held out)."""
     if imported is not None and imported.max_samples:
-        num_samples = min(num_samples, imported.max_samples)
+        num_samples = min(num_samples, imported.max_samples * imported.num_datasets)
     split = (imported.eval_split if imported is not None else None) or 0
     held_out = int(split) if split >= 1 else round(num_samples * split)
     held_out = min(held_out, num_samples - 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from costmodel.errors import CostModelError
-from costmodel.hf_config import ModelSpec
+from costmodel.model_spec import ModelSpec
 from costmodel.sharding import Sharding, read_sharding
 from costmodel.specs import Job
 
@@ -214,10 +214,12 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
 
     use_liger = bool(pick("use_liger_kernel", False))
     loss_type = job.loss_type or ("nll" if is_trl else "ForCausalLM")
-    # TRL 1.x computes the head in chunks over the supervised positions; Liger fuses the head into the loss.
+    # TRL computes the head in tiles over the supervised positions: always from 1.15 on (and then without Liger's head), on
+    # request from 1.4 on (sft_trainer.py, trainer/utils.py). Liger fuses the head into the loss.
     fused_loss = job.fused_loss
     if fused_loss is None:
-        fused_loss = "fused" if use_liger else "chunked" if is_trl and _version(version)[0] >= 1 else None
+        is_tiled = is_trl and (_version(version) >= (1, 15) or loss_type == "chunked_nll")
+        fused_loss = "chunked" if is_tiled else "fused" if use_liger else None
     max_length = job.max_length
     if max_length is None:
         if not is_trl:
@@ -273,7 +275,7 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             torch_compile=bool(pick("torch_compile", False)),
             use_liger_kernel=use_liger,
             fused_loss=fused_loss,
-            supervised_positions_only=is_trl and fused_loss == "chunked" and loss_type in {"nll", "dft"},
+            supervised_positions_only=is_trl and fused_loss == "chunked" and loss_type in {"nll", "chunked_nll", "dft"},
             upcasts_logits=_is_before_transformers_45(framework, version),
             use_cache=bool(job.use_cache) if job.use_cache is not None else False,
             logits_to_keep=job.logits_to_keep or 0,

@@ -34,6 +34,11 @@ def one_line(message: str) -> str:
     return line if len(line) <= LINE_CHARACTERS else line[: LINE_CHARACTERS - 4] + " ..."
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class CostModelError(ValueError):
     """Wrong input: the message names the value and the way out. The command line turns it into exit code 2."""
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.formats import format_count, format_percent
-from costmodel.report import Table
 from costmodel.specs import Job
+from costmodel.tables import Table
 
 if TYPE_CHECKING:
     from costmodel.dataset import DatasetEffects, DatasetLengths

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from costmodel.adapters import experts_are_stacked, plan_adapters
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
-from costmodel.hf_config import ModelSpec
+from costmodel.model_spec import ModelSpec
 from costmodel.units import BYTES_PER_ELEMENT
 from costmodel.workload import num_trainable_params, stream_dtype
 

@@ -9,29 +9,15 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any, Final
 
 from costmodel.blocks import Fields
+from costmodel.data_files import DATA_FOLDER
 from costmodel.errors import CostModelError, UnsupportedModelError
 from costmodel.families import ALIASES, FAMILIES
-from costmodel.model_spec import NO_ATTENTION, Attention, Experts, Layer, Linear, ModelSpec, Norm, Scan, Stack, Weights
-
-__all__ = [
-    "FAMILIES",
-    "NO_ATTENTION",
-    "Attention",
-    "Experts",
-    "Layer",
-    "Linear",
-    "ModelSpec",
-    "Norm",
-    "Scan",
-    "Stack",
-    "Weights",
-    "model_spec_from_config",
-]
+from costmodel.model_spec import Layer, ModelSpec
 
 _DTYPES: Final = {"float32", "bfloat16", "float16"}
 MAX_LAYERS: Final = 10_000  # far above any model; a typo must not count for hours
@@ -96,8 +82,8 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
 @functools.lru_cache(maxsize=1)
 def _class_defaults() -> dict[str, dict[str, Any]]:
     """Per family, what its config class fills in where a config.json leaves a field out (only what fixes a size)."""
-    text = files("costmodel").joinpath("data/class_defaults.json").read_text(encoding="utf-8")
-    defaults: dict[str, dict[str, Any]] = json.loads(text)
+    with open(os.path.join(DATA_FOLDER, "class_defaults.json"), encoding="utf-8") as file:
+        defaults: dict[str, dict[str, Any]] = json.load(file)
     return defaults
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Final
 
-from costmodel.catalog import length_histogram
 from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError
+from costmodel.length_datasets import length_histogram
 from costmodel.specs import Lengths, check_histogram
 from costmodel.strict_json import parse_json
 from costmodel.workload import Batch
@@ -41,11 +41,10 @@ class LengthDistribution:
     lengths: tuple[int, ...]
     shares: tuple[float, ...]
     share_cut: float  # of samples that were longer than max_length
-    num_samples: float | None  # where the source counted them
 
     def __hash__(self) -> int:
         """Of a few fields: distributions are keys of caches, and there may be thousands of lengths."""
-        return hash((len(self.lengths), self.lengths[-1], self.shares[0], self.share_cut, self.num_samples))
+        return hash((len(self.lengths), self.lengths[-1], self.shares[0], self.share_cut))
 
     @property
     def mean_tokens(self) -> float:
@@ -79,7 +78,7 @@ def distribution(lengths: Lengths, max_length: int) -> LengthDistribution:
     """
     if lengths.histogram is None and lengths.values is None and lengths.file is None:
         return _named_distribution(lengths.fixed, lengths.mean, lengths.max, lengths.dataset, max_length)
-    return _cut(_counts(lengths), lengths, max_length)
+    return _cut(_counts(lengths), max_length)
 
 
 @functools.lru_cache(maxsize=64)
@@ -88,10 +87,10 @@ def _named_distribution(
 ) -> LengthDistribution:
     """Of lengths that a few numbers or a name say: many jobs ask for the same."""
     lengths = Lengths(fixed=fixed, mean=mean, max=longest, dataset=dataset)
-    return _cut(_counts(lengths), lengths, max_length)
+    return _cut(_counts(lengths), max_length)
 
 
-def _cut(counts: Mapping[int, float], lengths: Lengths, max_length: int) -> LengthDistribution:
+def _cut(counts: Mapping[int, float], max_length: int) -> LengthDistribution:
     total = float(sum(counts.values()))
     cut: Counter[int] = Counter()
     above = 0.0
@@ -99,8 +98,7 @@ def _cut(counts: Mapping[int, float], lengths: Lengths, max_length: int) -> Leng
         cut[min(length, max_length)] += count  # type: ignore[assignment]
         above += count if length > max_length else 0
     ordered = sorted(cut)
-    counted = total if lengths.mean is None and lengths.fixed is None else None
-    return LengthDistribution(tuple(ordered), tuple(cut[length] / total for length in ordered), above / total, counted)
+    return LengthDistribution(tuple(ordered), tuple(cut[length] / total for length in ordered), above / total)
 
 
 def _counts(lengths: Lengths) -> Mapping[int, float]:
@@ -189,7 +187,7 @@ def _rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
     for length, share in zip(dist.lengths, dist.shares, strict=False):
         padded = -(-length // multiple) * multiple
         merged[padded] = merged.get(padded, 0.0) + share
-    return LengthDistribution(tuple(merged), tuple(merged.values()), dist.share_cut, dist.num_samples)
+    return LengthDistribution(tuple(merged), tuple(merged.values()), dist.share_cut)
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from costmodel.specs import GpuSpec
+from costmodel.units import GIGA
 
-GIGA: Final = 1e9
 # PCIe x16 in one direction after line coding, by the generation that an architecture's cards have (PCI-SIG base
 # specifications 3.0 to 5.0; data sheets).
 _PCIE_BY_ARCHITECTURE: Final = {

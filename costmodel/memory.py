@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from costmodel.adapters import Adapters, plan_adapters
-from costmodel.constants import ALLOCATOR_OVERHEAD, CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, LOSS_CHUNK_TOKENS
+from costmodel.constants import ALLOCATOR_OVERHEAD, CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPTQ_ALLOCATOR_OVERHEAD
 from costmodel.defaults import ResolvedJob
+from costmodel.head_memory import FusedHead, chunked_head, liger_head, tiled_head
 from costmodel.held_memory import ElementBytes, Held, element_bytes, held_bytes, on_one_gpu, optimizer_temporary_bytes
-from costmodel.hf_config import ModelSpec
-from costmodel.saved_activations import LayerBytes, inputs_escape_checkpoints, layer_bytes
+from costmodel.model_spec import ModelSpec
+from costmodel.saved_activations import LayerBytes, has_liger_norms, inputs_escape_checkpoints, layer_bytes
 from costmodel.workload import Batch
 
 
@@ -81,14 +82,16 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
         head_copy_bytes=head_copy,
         # torch's foreach kernels build one temporary the size of everything trained; fused kernels and bitsandbytes none.
         optimizer_temporary_bytes=optimizer_temporary_bytes(model, job),
-        autocast_copies_bytes=_autocast_copies_bytes(model, job, types),
+        autocast_copies_bytes=_autocast_copies_bytes(model, job, types, adapters),
         embedding_is_trained=embedding_trained,
         gathered_bytes=_gathered_bytes(model, job, types) + 2.0 * job.sharding.bucket_elements,
     )
 
 
-def _autocast_copies_bytes(model: ModelSpec, job: ResolvedJob, types: ElementBytes) -> float:
+def _autocast_copies_bytes(model: ModelSpec, job: ResolvedJob, types: ElementBytes, adapters: Adapters) -> float:
     """16-bit copies of trained fp32 weights of the layers: autocast keeps each until its context is left."""
+    if job.is_peft and types.autocast and types.adapter == 4:
+        return 2.0 * sum(count * sum(each.num_params for each in adapted.linears) for _, adapted, count in adapters.runs)
     if not (types.autocast and types.stream == 4) or job.is_peft:
         return 0.0
     return 2.0 * sum(
@@ -216,7 +219,10 @@ def _gap_shares(job: ResolvedJob) -> tuple[float, float]:
     without checkpointing.
     """
     name = job_class(job)
-    return ALLOCATOR_OVERHEAD[name], ALLOCATOR_OVERHEAD["lora" if name == "lora_checkpointed" else name]
+    in_training = ALLOCATOR_OVERHEAD[name]
+    if name == "lora_checkpointed" and job.quantization == "gptq-int4":
+        in_training = GPTQ_ALLOCATOR_OVERHEAD
+    return in_training, ALLOCATOR_OVERHEAD["lora" if name == "lora_checkpointed" else name]
 
 
 def _moments(
@@ -256,10 +262,15 @@ def _moments(
     if not is_away:
         stored = sum(kept(each) * count for each, count in plan.runs) - first.first_layer_saving_per_token * tokens
     # final norm: its fp32 input; trained, also the normalised input; and the head's input where that is trained or cast
-    final_norm = 4.0 * hidden + 4 + (2 * types.stream * hidden if not job.is_peft else 0)
-    if types.autocast and types.stream == 4 and not job.is_peft:
-        final_norm += 2.0 * hidden - types.stream * hidden
-    final = final_norm * tokens + plan.head_copy_bytes
+    head = _fused_head(model, job, plan, batch.num_head_tokens)
+    is_stock = head is None or not head.kept  # the head is a linear of its own, or one of chunks of its input
+    if has_liger_norms(model, job):
+        final_norm = types.stream * hidden + 4.0
+    else:
+        final_norm = 4.0 * hidden + 4 + (types.stream * hidden if not job.is_peft else 0)
+    if is_stock and not job.is_peft:
+        final_norm += 2.0 * hidden if types.autocast and types.stream == 4 else types.stream * hidden
+    final = final_norm * tokens + (plan.head_copy_bytes if is_stock else 0.0)
 
     # keys and values in the model's outputs; attention keeps these very tensors, unless it keeps repeated ones
     kv_cache = kv_beside = 0.0
@@ -271,12 +282,8 @@ def _moments(
 
     # 1. the loss. log-softmax is saved (4 B a logit), its backward holds the gradient of the loss and the result (4 + 4).
     head_tokens = batch.num_head_tokens
-    if job.fused_loss == "fused":
-        chunk = min(head_tokens, LOSS_CHUNK_TOKENS["fused"])
-        logits, loss_temporary = 0.0, 16.0 * vocab * chunk + types.compute * hidden * head_tokens
-    elif job.fused_loss == "chunked":
-        chunk = min(head_tokens, LOSS_CHUNK_TOKENS["chunked"])
-        logits, loss_temporary = 0.0, 16.0 * vocab * chunk + types.compute * hidden * head_tokens
+    if head is not None:
+        logits, loss_temporary = 0.0, head.in_backward
     elif job.framework == "litgpt":
         # head and loss in chunks of 128 positions, in the weights' type: the chunks' logits and their log-softmax stay
         chunk = min(head_tokens, 128.0 * batch.num_sequences)
@@ -290,12 +297,17 @@ def _moments(
     base_gradients = all_gradients if accumulates else 0.0
     if model.caps_logits and not job.fused_loss:  # the tanh of the logits, in their own type
         logits += types.compute * vocab * head_tokens
-    if job.fused_loss and plan.head_trained:
-        logits, loss_temporary = 0.0, loss_temporary + plan.head_gradient_bytes
     # a Trainer lets go of the model's outputs before the backward
     outputs = float((4.0 if job.upcasts_logits else types.compute) * vocab * head_tokens) if keeps_logits else 0.0
     kept_cache, kept_beside = (kv_cache, kv_beside) if keeps_logits else (0.0, 0.0)
-    moments = [_Moment("loss", base_gradients, stored + final + kept_beside, logits, loss_temporary)]
+    waiting = head.kept + head.kept_gradient if head is not None else 0.0
+    moments = [_Moment("loss", base_gradients, stored + final + waiting + kept_beside, logits, loss_temporary)]
+    if head is not None:  # the end of the forward; and the final norm, whose backward holds five fp32 copies of its input
+        at_end = head.in_forward + gathered + (plan.autocast_copies_bytes if job.gradient_checkpointing else 0.0)
+        moments.append(_Moment("loss", base_gradients, stored + final + waiting + kv_beside, 0.0, at_end))
+        if not has_liger_norms(model, job):
+            of_head = max(plan.head_gradient_bytes, base_gradients) if plan.head_trained else base_gradients
+            moments.append(_Moment("loss", of_head, stored + final + kept_beside, 0.0, 20.0 * hidden * tokens + gathered))
     if not job.fused_loss and job.framework != "litgpt":
         # ... so only the end of the forward holds the cache and, besides the log-softmax, the logits in both types
         second = 4.0 if loss_in_fp32 else 2.0  # remote code that shifts the logits copies them
@@ -350,6 +362,14 @@ def _moments(
     return moments
 
 
+def _fused_head(model: ModelSpec, job: ResolvedJob, plan: _Plan, num_positions: float) -> FusedHead | None:
+    """What a head that never builds all logits holds; ``None`` for one that does, and for litgpt's."""
+    if job.fused_loss is None:
+        return None
+    build = liger_head if job.fused_loss == "fused" else tiled_head if job.framework == "trl" else chunked_head
+    return build(model, plan.types, num_positions, plan.head_gradient_bytes)
+
+
 def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> list[_Moment]:
     """A forward without gradients on ``batch``: nothing is kept, one layer is at work, then the logits and their loss.
 
@@ -359,12 +379,13 @@ def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: 
     """
     types, tokens = plan.types, batch.num_tokens
     stream = types.stream * model.hidden_size * tokens
+    head = _fused_head(model, job, plan, batch.num_head_tokens) if job.fused_loss == "chunked" else None
     # under autocast the 16-bit copies of trained fp32 weights are cached through the whole forward, those of frozen ones not
     copies = plan.autocast_copies_bytes
     at_work = max(each.per_token * tokens + each.per_pair * batch.num_attended_pairs for each, _ in plan.runs)
     fixed = plan.gathered_bytes
-    if job.fused_loss == "chunked":
-        logits, loss = 0.0, 8.0 * model.vocab_size * min(batch.num_head_tokens, LOSS_CHUNK_TOKENS["chunked"])
+    if head is not None:
+        logits, loss = 0.0, head.in_forward + head.kept
     else:
         elements = model.vocab_size * batch.num_head_tokens
         logits, loss = float(types.compute * elements), (8.0 if types.compute == 2 else 4.0) * elements

@@ -8,36 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from costmodel.units import BYTES_PER_ELEMENT
 
 # Where a linear stands in its layer, in the order of execution. What it reads follows: ``mixer_in`` reads the layer's normed
 # input, ``mlp_in``, ``router`` and ``mlp_gate`` the MLP's; the others read what their block computed. ``stem``: before the
 # first layer.
-PLACES: Final = (
-    "stem",
-    "mixer_in",
-    "mixer_inner",
-    "mixer_out",
-    "router",
-    "mlp_in",
-    "mlp_out",
-    "mlp_gate",
-    "side_in",
-    "side_out",
-)
+Place = Literal[
+    "stem", "mixer_in", "mixer_inner", "mixer_out", "router", "mlp_in", "mlp_out", "mlp_gate", "side_in", "side_out"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One ``nn.Linear`` (or ``Conv1D``). ``name`` is its path inside the decoder layer, ``place`` one of :data:`PLACES`."""
+    """One ``nn.Linear`` (or ``Conv1D``). ``name`` is its path inside the decoder layer, ``place`` one of :data:`Place`."""
 
     name: str
     in_features: int
     out_features: int
     bias: bool = False
-    place: str = "mixer_in"
+    place: Place = "mixer_in"
     differentiable: bool = True  # False: its output is a choice of indices, no gradient comes back
 
     @property
@@ -275,7 +266,7 @@ class Layer:
     def linear(self, leaf: str) -> Linear | None:
         return next((each for each in self.linears if each.leaf == leaf), None)
 
-    def at(self, *places: str) -> tuple[Linear, ...]:
+    def at(self, *places: Place) -> tuple[Linear, ...]:
         return tuple(each for each in self.linears if each.place in places)
 
     def parameters(self) -> Iterator[tuple[str, int]]:

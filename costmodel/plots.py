@@ -23,13 +23,14 @@ from costmodel.report import MEMORY_TERMS, as_answer, gpu_name, headline
 from costmodel.units import GIB, SECONDS_PER_HOUR
 
 if TYPE_CHECKING:
-    from costmodel.estimation import Estimate
-    from costmodel.search import Candidate
+    from costmodel.answer import Estimate
+    from costmodel.candidates import Candidate
 
 WIDTH: Final = 760
 _MARGIN: Final = 24
 _FONT: Final = 13
 _LINE: Final = 20
+_NUM_TICKS: Final = 6
 _BOLD: Final = 1.12  # how much wider a bold word is
 
 # Distinct in hue and in lightness, each at least 3:1 on its background; the second of a pair is for the dark one.
@@ -63,9 +64,9 @@ def _style() -> str:
     return f"<style>{base}{rules(_LIGHT, 0)}@media (prefers-color-scheme:dark){{{rules(_DARK, 1)}}}</style>"
 
 
-def text_width(text: str, size: float = _FONT) -> float:
+def text_width(text: str) -> float:
     """Pixels that ``text`` takes in a common sans-serif font, rather too many than too few."""
-    return size * sum(
+    return _FONT * sum(
         0.34 if character in "iljtfrI.,:;'|() " else 0.86 if character in "MWmw@%" else 0.62 for character in text
     )
 
@@ -101,12 +102,12 @@ def _document(height: float, description: str, parts: Sequence[str]) -> str:
     )
 
 
-def nice_ticks(upper: float, count: int = 6) -> list[float]:
-    """About ``count`` round values from 0 up to ``upper``: multiples of 1, 2 or 5 times a power of ten."""
+def nice_ticks(upper: float) -> list[float]:
+    """About :data:`_NUM_TICKS` round values from 0 up to ``upper``: multiples of 1, 2 or 5 times a power of ten."""
     if not upper > 0:
         return [0.0]
-    step = 10 ** math.floor(math.log10(upper / count))
-    step *= next(factor for factor in (1, 2, 5, 10) if upper / (step * factor) <= count)
+    step = 10 ** math.floor(math.log10(upper / _NUM_TICKS))
+    step *= next(factor for factor in (1, 2, 5, 10) if upper / (step * factor) <= _NUM_TICKS)
     return [step * index for index in range(math.floor(upper / step + 1e-9) + 1)]
 
 

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from costmodel.catalog import PriceRow, find_gpu, price_row_from_cells
-from costmodel.errors import CostModelError, MissingExtraError
+from costmodel.errors import CostModelError, MissingExtraError, first_line
+from costmodel.gpu_catalog import find_gpu
+from costmodel.price_catalog import PriceRow, price_row_from_cells
 from costmodel.specs import GpuSpec
 
 COLUMNS: Final = (
@@ -146,7 +147,7 @@ def fetch_offers() -> FetchedOffers:
             else:
                 offers = _query_every_cloud(gpuhunt, listener)
         except Exception as error:  # whatever its providers and the network have to say
-            text = _first_line(error)
+            text = first_line(error)[:300]
             why = f": {listener.reason}" if listener.reason and listener.reason not in text else ""
             raise CostModelError(f"gpuhunt gave no prices ({text}{why}); the prices you have stay as they are") from None
     from importlib.metadata import PackageNotFoundError, version
@@ -165,7 +166,7 @@ def _query_every_cloud(gpuhunt: Any, listener: _Listener) -> list[Any]:
     except Exception as error:
         if type(error).__name__ == "GPUHuntError":  # not one catalogue could be loaded
             raise
-        listener.reason = _first_line(error)
+        listener.reason = first_line(error)[:300]
     offers: list[Any] = []
     for provider, cloud in _CLOUDS.items():
         try:
@@ -177,10 +178,6 @@ def _query_every_cloud(gpuhunt: Any, listener: _Listener) -> list[Any]:
     if not offers:
         raise CostModelError("no cloud answered")
     return offers
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def rows_from_offers(offers: Iterable[Any], *, as_of: datetime.date, version: str = "") -> PriceUpdate:

@@ -54,6 +54,14 @@ def at(curve: Sequence[tuple[float, float]], size: float) -> float:
     return curve[-1][1]
 
 
+def narrow_factor(half_size: float, *sizes: float) -> float:
+    """How much longer a product of these dimensions takes than its FLOPs at the rate that large ones approach.
+
+    A dimension D costs what D + ``half_size`` would: blocks are cut for registers and caches, and the last stay part empty.
+    """
+    return math.prod(1.0 + half_size / size for size in sizes if size > 0)
+
+
 def seconds(moved: Iterable[Moved], curve: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Seconds of the forward and of the backward, by the curve's rate for a tensor of each size."""
     forward = backward = 0.0

@@ -8,38 +8,30 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import os
-import shutil
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from costmodel.catalog import age_days, smallest_gpu_that_holds, stale_price_warning
 from costmodel.defaults import is_not_modelled
 from costmodel.errors import CostModelError
-from costmodel.formats import UNKNOWN, format_count, format_gib, format_hours, format_percent, format_seconds, format_usd
+from costmodel.formats import UNKNOWN, format_count, format_gib, format_percent, format_seconds, format_usd
+from costmodel.price_catalog import age_days, smallest_gpu_that_holds
+from costmodel.tables import (
+    Table,
+    escaped,
+    list_as_text,
+    table_as_markdown,
+    table_as_text,
+    table_for_rich,
+    terminal_columns,
+    wants_colour,
+    wrapped,
+)
 
 if TYPE_CHECKING:
-    from costmodel.estimation import Estimate
-    from costmodel.search import Candidate, OptimizeResult
-    from costmodel.specs import Price
+    from costmodel.answer import Estimate
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A titled table of finished text. ``columns`` is empty for a list of name and value."""
-
-    title: str
-    rows: tuple[tuple[str, ...], ...]
-    columns: tuple[str, ...] = ()
-    numeric: tuple[int, ...] = ()  # columns to align right
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def _interval(answer: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
+def interval_text(answer: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
     """``"34.0 GiB (32.0 GiB to 36.0 GiB)"``."""
     low, high = answer.get(f"{name}_low"), answer.get(f"{name}_high")
     text = form(answer.get(name))
@@ -48,10 +40,7 @@ def _interval(answer: Mapping[str, Any], name: str, form: Callable[[Any], str]) 
 
 def _seconds_interval(answer: Mapping[str, Any], name: str) -> str:
     """``"2.27 h (1.78 h to 2.89 h)"``: one unit for all three."""
-    return _interval(answer, name, functools.partial(format_seconds, like=answer.get(name)))
-
-
-# --- JSON -------------------------------------------------------------------------------------------------------------
+    return interval_text(answer, name, functools.partial(format_seconds, like=answer.get(name)))
 
 
 def as_answer(estimate: Estimate | Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +65,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"not a JSON value: {value!r}")
 
 
-# --- one estimate -----------------------------------------------------------------------------------------------------
-
 MEMORY_TERMS = (
     ("weights_bytes", "weights"),
     ("adapters_bytes", "adapters"),
@@ -93,25 +80,25 @@ MEMORY_TERMS = (
 def to_text(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None, width: int | None = None) -> str:
     """Plain text for a terminal without colour. ``today`` gives the price an age; ``width`` columns wrap sentences."""
     answer = as_answer(estimate)
-    parts = [_wrapped(headline(answer), width), *(_table_as_text(table) for table in _tables(answer, today))]
-    parts += [_list_as_text(title, lines, width) for title, lines in _lists(answer) if lines]
+    parts = [wrapped(headline(answer), width), *(table_as_text(table) for table in _tables(answer, today))]
+    parts += [list_as_text(title, lines, width) for title, lines in _lists(answer) if lines]
     return "\n\n".join(parts) + "\n"
 
 
 def to_markdown(estimate: Estimate | Mapping[str, Any], *, today: datetime.date | None = None) -> str:
     """Markdown for an issue, a pull request or a model card."""
     answer = as_answer(estimate)
-    parts = [f"### {_escaped(headline(answer))}", *(_table_as_markdown(table) for table in _tables(answer, today))]
+    parts = [f"### {escaped(headline(answer))}", *(table_as_markdown(table) for table in _tables(answer, today))]
     for title, lines in _lists(answer):
         if lines:
-            parts.append("\n".join([f"**{title}**", "", *(f"- {_escaped(line)}" for line in lines)]))
+            parts.append("\n".join([f"**{title}**", "", *(f"- {escaped(line)}" for line in lines)]))
     return "\n\n".join(parts) + "\n"
 
 
 def print_estimate(estimate: Estimate | Mapping[str, Any], stream: TextIO, *, today: datetime.date | None = None) -> None:
     """Coloured tables on a terminal, :func:`to_text` anywhere else."""
-    if not _wants_colour(stream):
-        stream.write(to_text(estimate, today=today, width=_columns(stream)))
+    if not wants_colour(stream):
+        stream.write(to_text(estimate, today=today, width=terminal_columns(stream)))
         return
     from rich.console import Console
     from rich.text import Text
@@ -121,7 +108,7 @@ def print_estimate(estimate: Estimate | Mapping[str, Any], stream: TextIO, *, to
     colour = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}.get(str(answer.get("verdict")), "white")
     console.print(Text(headline(answer), style=f"bold {colour}"))
     for table in _tables(answer, today):
-        console.print(_table_for_rich(table))
+        console.print(table_for_rich(table))
     for title, lines in _lists(answer):
         if lines:
             console.print(Text(title, style="bold yellow" if title == "Warnings" else "bold"))
@@ -134,7 +121,8 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
     answer = as_answer(estimate)
     memory = answer["memory"]
     gpu = gpu_name(answer)
-    article = "an" if gpu[:1].upper() in "AEFHILMNORSX8" else "a"  # by sound: an H100, an L4, a T4
+    vowels = "AEIO" if gpu[1:2].islower() else "AEFHILMNORSX8"  # by sound, a word or letters: an H100, a T4, a Radeon
+    article = "an" if gpu[:1].upper() in vowels else "a"
     capacity = format_gib(memory["capacity_bytes"]).removesuffix(" GiB")
     sentence = f"does not fit: needs {format_gib(memory['peak_device_bytes'])}, {article} {gpu} has {capacity}: "
     ways_out = []
@@ -146,29 +134,19 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
             ways_out.append("not even a batch of 1 fits")
         if length:
             ways_out.append(f"longest sequence that fits is {length} tokens")
-    sentence += ", ".join([*ways_out, _smallest_card(answer)])
+    sentence += ", ".join([*ways_out, smallest_card(answer)])
     stack = str(answer["job"].get("framework"))
     if is_not_modelled(stack):
         sentence += f"; counted as transformers: {stack} itself is not modelled and may need less"
     return sentence
 
 
-def _smallest_card(answer: Mapping[str, Any]) -> str:
+def smallest_card(answer: Mapping[str, Any]) -> str:
     job, peak = answer["job"], answer["memory"]["peak_device_bytes"]
     card = smallest_gpu_that_holds(peak, needs_bf16=bool(job.get("bf16")) or job.get("dtype") == "bfloat16")
     if card is None:
         return "no catalogued card holds it"
     return f"smallest card that holds it is {card.name} ({format_gib(card.memory_bytes)})"
-
-
-def fits_nowhere_sentence(candidates: Sequence[Candidate]) -> str:
-    """The least that the job needs on any of the GPUs it was compared on, and the smallest card that holds it."""
-    answers = [each.estimate.to_dict() for each in candidates if each.estimate is not None]
-    if not answers:
-        return "fits on none of these GPUs"
-    least = min(answers, key=lambda answer: answer["memory"]["peak_device_bytes"])
-    needed = format_gib(least["memory"]["peak_device_bytes"])
-    return f"fits on none of these GPUs: needs {needed} at least, {_smallest_card(least)}"
 
 
 def gpu_name(answer: Mapping[str, Any]) -> str:
@@ -218,7 +196,7 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
         ),
         (
             "memory",
-            _interval(memory, "peak_device_bytes", format_gib)
+            interval_text(memory, "peak_device_bytes", format_gib)
             + (f" of {format_gib(memory['capacity_bytes'])}" if memory.get("capacity_bytes") else "")
             + (f", peak in {memory['peak_phase']}" if memory.get("peak_phase") else ""),
         ),
@@ -244,7 +222,7 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
         rows.append(
             (
                 "throughput",
-                f"{_interval(answer, 'tokens_per_second', format_count)} tokens/s"
+                f"{interval_text(answer, 'tokens_per_second', format_count)} tokens/s"
                 + (f", {format_count(non_padding)} without padding" if non_padding is not None else "")
                 + (f", MFU {format_percent(answer['mfu'])}" if answer.get("mfu") is not None else ""),
             )
@@ -256,7 +234,7 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
             _seconds_interval(answer, "total_seconds") + (f", {steps:,} steps" if steps is not None else ""),
         )
     )
-    rows.append(("total cost", _interval(answer, "total_usd", format_usd)))
+    rows.append(("total cost", interval_text(answer, "total_usd", format_usd)))
     if answer.get("spot"):
         rows.append(("with interruptions", _spot_text(answer["spot"])))
     rows.append(("price", _price_text(answer.get("price"), today)))
@@ -402,7 +380,7 @@ def _evidence_table(answer: Mapping[str, Any]) -> list[Table]:
 
 def _lists(answer: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     job, assumed = answer["job"], answer.get("assumed") or []
-    values = [f"{name}={_value_text(job.get(name))}" if name in job else str(name) for name in assumed]
+    values = [f"{name}={setting_text(job.get(name))}" if name in job else str(name) for name in assumed]
     defaults_of = f" (defaults of {answer['defaults_of']})" if answer.get("defaults_of") else ""
     return [
         ("Warnings", [str(warning) for warning in answer.get("warnings") or []]),
@@ -410,344 +388,7 @@ def _lists(answer: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _value_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "+".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-# --- several ----------------------------------------------------------------------------------------------------------
-
-
-def comparison_table(
-    candidates: Sequence[Candidate],
-    *,
-    by: str = "usd",
-    today: datetime.date | None = None,
-    every_offer: bool = True,
-    wide: bool = False,
-) -> Table:
-    """One line for each candidate, best first; ``*`` marks those that no other beats in both dollars and hours.
-
-    Without ``every_offer``, the best offer of each GPU and tier, those on the front, and beside an old price that comes
-    first the newest of the same GPU and tier. ``wide`` adds intervals, product, date and settings in words; without it a
-    line holds 100 columns.
-    """
-    best: dict[tuple[str, str], Candidate] = {}
-    for each in candidates:
-        best.setdefault(_kind_of_offer(each), each)
-    kept = {id(each) for each in best.values()}
-    old = [each for each in best.values() if _is_old(each, today)]
-    kept |= {id(newer) for each in old if (newer := _newest(candidates, each)) is not None}
-    shown = [each for each in candidates if every_offer or each.on_pareto_front or id(each) in kept]
-    order = "fastest first" if by == "time" else "cheapest first"
-    title = f"Same job, {order} (* = nothing is both cheaper and faster)"
-    if len(shown) < len(candidates):
-        title += f"; {len(candidates) - len(shown)} more: --all, --wide"
-    if wide:
-        return Table(title, tuple(_wide_row(each, today) for each in shown), _WIDE_COLUMNS, (3, 6))
-    if any(_is_old(each, today) for each in shown):
-        title += "\n! = the price is older than 90 days; the newest of the same GPU stands below it"
-    if any(each.fits and each.estimate and each.estimate.verdict == "tight" for each in shown):
-        title += "\n~ = tight: only the upper end of the memory interval is over the card's"
-    if (level := _common_interval(shown)) is not None:
-        title += f"\n80 % of runs take {level[0]:.2f} to {level[1]:.2f} times these hours and dollars"
-    title += "\nbatch: samples at once x accumulated, and whether activations are recomputed (ckpt)"
-    return Table(title, tuple(_narrow_row(each, today) for each in shown), _NARROW_COLUMNS, (2, 3, 4, 6, 7))
-
-
-_NARROW_COLUMNS: Final = ("", "GPU", "time", "cost", "$/h", "offer", "age", "GiB", "batch")
-_WIDE_COLUMNS: Final = ("", "GPU", "verdict", "peak", "time", "cost", "billed", "offer", "as of", "settings")
-
-
-def _kind_of_offer(candidate: Candidate) -> tuple[str, str]:
-    return candidate.gpu, candidate.price.tier if candidate.price else ""
-
-
-def _is_old(candidate: Candidate, today: datetime.date | None) -> bool:
-    return bool(candidate.price and today and stale_price_warning(candidate.price, today))
-
-
-def _newest(candidates: Sequence[Candidate], than: Candidate) -> Candidate | None:
-    """The offer of the same GPU and tier with the latest date, where one is later than this one's."""
-    assert than.price is not None
-    alike = [each for each in candidates if _kind_of_offer(each) == _kind_of_offer(than) and each.price is not None]
-    newest = max(alike, key=lambda each: each.price.as_of if each.price else "", default=None)
-    return newest if newest is not None and newest.price is not None and newest.price.as_of > than.price.as_of else None
-
-
-def _common_interval(candidates: Sequence[Candidate]) -> tuple[float, float] | None:
-    """(low, high) over the estimate that holds every candidate's interval of the total; ``None`` where none is known."""
-    answers = [each.estimate.to_dict() for each in candidates if each.estimate is not None]
-    ratios = [
-        (answer["total_seconds_low"] / seconds, answer["total_seconds_high"] / seconds)
-        for answer in answers
-        if (seconds := answer.get("total_seconds")) and answer.get("total_seconds_high") is not None
-    ]
-    return (min(low for low, _ in ratios), max(high for _, high in ratios)) if ratios else None
-
-
-def _narrow_row(each: Candidate, today: datetime.date | None) -> tuple[str, ...]:
-    answer = each.estimate.to_dict() if each.estimate else {}
-    job, memory, price = answer.get("job") or {}, answer.get("memory") or {}, each.price
-    days = age_days(price.as_of, today) if price and today else None
-    age = _short_age(days) if days is not None else price.as_of.partition(" ")[0] if price else ""
-    size, accumulation = job.get("per_device_train_batch_size"), job.get("gradient_accumulation_steps") or 1
-    return (
-        "*" if each.on_pareto_front else "",
-        _short_gpu(each.gpu),
-        format_hours(each.total_seconds) if each.fits else "too small" if answer else "cannot run",
-        format_usd(each.total_usd) if each.fits else "",
-        format_usd(each.bill_usd_per_hour).removeprefix("$") if price else "",
-        _short_offer(price) if price else "no price",
-        age + ("!" if _is_old(each, today) else ""),
-        _narrow_gib(memory["peak_device_bytes"], answer["verdict"]) if memory else "",
-        (f"{size}x{accumulation}" if size else "") + (" ckpt" if job.get("gradient_checkpointing") else ""),
-    )
-
-
-def _short_age(days: int) -> str:
-    return f"{days} d" if days < 1000 else f"{days / 365.25:.1f} y"
-
-
-def _narrow_gib(num_bytes: float, verdict: str | None) -> str:
-    return format_gib(num_bytes).removesuffix(" GiB") + ("~" if verdict == "tight" else "")
-
-
-def _short_gpu(name: str) -> str:
-    """Long names lose words from their middle, which their first and last tell apart."""
-    first, *middle, last = name.split(" ") if " " in name else (name, "")
-    while middle and len(name) > _GPU_CHARACTERS:
-        middle.pop()
-        name = " ".join([first, *middle, "..", last])
-    return name
-
-
-_GPU_CHARACTERS: Final = 22
-
-
-def _short_offer(price: Price) -> str:
-    """``Lambda``, ``AWS spot``; of a price given with the job, that it is."""
-    if not price.cloud:
-        return "your price"
-    whole = f" x{price.gpus_per_instance}" if price.gpus_per_instance > 1 else ""
-    tier = {"on_demand": "", "reserved": " reserv."}.get(price.tier, f" {price.tier}")
-    return f"{price.cloud}{tier}{whole}"
-
-
-def _wide_row(each: Candidate, today: datetime.date | None) -> tuple[str, ...]:
-    answer = each.estimate.to_dict() if each.estimate else {}
-    memory = answer.get("memory") or {}
-    price = each.price
-    offer = " ".join(part for part in (price.cloud, price.product, price.tier) if part) if price else "no price"
-    time_text, cost_text = _interval(answer, "total_seconds", format_hours), _interval(answer, "total_usd", format_usd)
-    if each.spot is not None:
-        time_text = f"{format_hours(each.total_seconds)} with interruptions"
-        cost_text = f"{format_usd(each.total_usd)} with interruptions"
-    return (
-        "*" if each.on_pareto_front else "",
-        each.gpu,
-        str(answer.get("verdict") or "error").replace("_", " "),
-        format_gib(memory.get("peak_device_bytes")) if answer else "",
-        time_text if answer else each.error,
-        cost_text if answer else "",
-        f"{format_usd(each.bill_usd_per_hour)}/h" if price else "",
-        offer,
-        f"{price.as_of}{format_age(price.as_of, today)}" if price else "",
-        settings_text(each.settings),
-    )
-
-
-_SETTING_WORDS: dict[str, dict[Any, str]] = {
-    "gradient_checkpointing": {True: "checkpointing on", False: "checkpointing off"},
-    "packing": {True: "packing", False: "no packing"},
-    "padding_free": {True: "padding-free", False: "padded"},
-    "double_quant": {True: "double quantisation", False: "no double quantisation"},
-    "quantization": {None: "unquantised"},
-    "use_liger_kernel": {True: "Liger kernels"},
-    "bf16": {True: "bf16 autocast"},
-    "fp16": {True: "fp16 autocast"},
-    "dtype": {"bfloat16": "bf16 weights", "float16": "fp16 weights"},
-    "attn_implementation": {"flash_attention_2": "FlashAttention 2", "flash_attention_3": "FlashAttention 3"},
-    "train_sampling_strategy": {"group_by_length": "grouped by length"},
-}
-
-
-def settings_text(settings: Mapping[str, Any]) -> str:
-    """``{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}`` -> ``"batch 8 x 2"``; "" for none."""
-    rest = dict(settings)
-    parts = []
-    if "per_device_train_batch_size" in rest:
-        size, accumulation = rest.pop("per_device_train_batch_size"), rest.pop("gradient_accumulation_steps", None)
-        parts.append(f"batch {size}" + (f" x {accumulation}" if accumulation else ""))
-    for name, value in rest.items():
-        word = _SETTING_WORDS.get(name, {}).get(value)
-        parts.append(word or f"{name}={_value_text(value)}")
-    return ", ".join(parts)
-
-
-def optimization_tables(result: OptimizeResult, *, today: datetime.date | None = None) -> list[Table]:
-    """Each change alone, the best combination beside the job as given, the fields to set, the other GPUs."""
-    changes = tuple(
-        (
-            settings_text(change.settings),
-            format_saving(change.saves_usd, format_usd),
-            format_saving(change.saves_seconds, format_hours),
-            format_saving(change.saves_bytes, format_gib),
-            str(change.estimate.verdict or "").replace("_", " "),
-            "; ".join(
-                [
-                    *(["pays only with the others of the best"] if change.only_with_others else []),
-                    *([f"not done without --free {','.join(change.held)}"] if change.held else []),
-                    *change.needs,
-                ]
-            ),
-        )
-        for change in result.changes
-    )
-    tables = []
-    if changes:
-        columns = ("change", "saves", "time", "memory", "", "note")
-        tables.append(Table("Each change alone (- = costs more)", changes, columns, (1, 2, 3)))
-    tables.append(_before_and_after(result, today))
-    if result.best.settings and result.start.estimate is not None:
-        before = result.start.estimate.job
-        tables.append(
-            Table(
-                "Set",
-                tuple(
-                    (f"{name}: {_value_text(value)}", f"was {_value_text(before.get(name))}")
-                    for name, value in result.best.settings.items()
-                    if before.get(name) != value
-                ),
-            )
-        )
-    if result.others:
-        tables.append(comparison_table(result.others, today=today))
-    return tables
-
-
-def _before_and_after(result: OptimizeResult, today: datetime.date | None) -> Table:
-    columns = ("", "as given", "best", "saves")
-    start, best = result.start, result.best
-    peaks = [each.estimate.memory.peak_device_bytes if each.estimate else None for each in (start, best)]
-    rows = [
-        (
-            "verdict",
-            *(str(each.estimate.verdict if each.estimate else each.error).replace("_", " ") for each in (start, best)),
-            "",
-        ),
-        (
-            "cost",
-            format_usd(start.total_usd),
-            format_usd(best.total_usd),
-            format_saving(result.saves_usd, format_usd),
-        ),
-        (
-            "time",
-            format_hours(start.total_seconds),
-            format_hours(best.total_seconds),
-            format_saving(result.saves_seconds, format_hours),
-        ),
-        ("memory", format_gib(peaks[0]), format_gib(peaks[1]), format_saving(result.saves_bytes, format_gib)),
-    ]
-    if all(value is not None for value in result.effective_batch_size):
-        rows.append(("samples per step", *(f"{value:.4g}" for value in result.effective_batch_size if value), ""))
-    title = f"Best on {best.num_gpus} x {best.gpu}"
-    price = best.price
-    if price is not None:
-        offer = " ".join(part for part in (price.cloud, price.product, price.tier) if part) if price.cloud else price.source
-        dated = f", as of {price.as_of}{format_age(price.as_of, today)}" if price.as_of else ""
-        title += f" at {format_usd(best.bill_usd_per_hour)}/h ({offer}{dated})"
-    return Table(title, tuple(rows), columns, ())
-
-
-def format_saving(saved: float | None, form: Callable[[Any], str]) -> str:
-    """``"1.20 h"``, with a minus where it costs, ``""`` where it is not known."""
-    if saved is None:
-        return ""
-    return f"-{form(-saved)}" if saved < 0 else form(saved)
-
-
-def print_table(table: Table, stream: TextIO) -> None:
-    """A rich table on a terminal, aligned text anywhere else."""
-    if not _wants_colour(stream):
-        stream.write(_table_as_text(table) + "\n")
-        return
-    from rich.console import Console
-
-    Console(file=stream, highlight=False).print(_table_for_rich(table))
-
-
-def table_to_markdown(table: Table) -> str:
-    return _table_as_markdown(table) + "\n"
-
-
-# --- layout -----------------------------------------------------------------------------------------------------------
-
-
-def _table_as_text(table: Table) -> str:
-    lines = [table.columns, *table.rows] if table.columns else list(table.rows)
-    widths = [max(len(line[index]) for line in lines) for index in range(len(lines[0]))] if lines else []
-    text = [table.title]
-    for line in lines:
-        cells = [
-            cell.rjust(width) if index in table.numeric else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append(("  " + "  ".join(cells)).rstrip())
-    return "\n".join(text)
-
-
-def _list_as_text(title: str, lines: Sequence[str], width: int | None = None) -> str:
-    return "\n".join([_wrapped(title, width), *(_wrapped(f"  - {line}", width, indent="    ") for line in lines)])
-
-
-def _wrapped(text: str, width: int | None, indent: str = "") -> str:
-    """Broken between words; a word that is longer than the line (a path, a list of modules) stays whole."""
-    if width is None or len(text) <= width:
-        return text
-    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _columns(stream: TextIO) -> int | None:
-    """The width of the terminal, or what COLUMNS says; ``None`` for a file or pipe, whose lines nobody breaks."""
-    if not (stream.isatty() or os.environ.get("COLUMNS")):
-        return None
-    return max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
-
-
-_MIN_COLUMNS: Final = 20
-
-
-def _table_as_markdown(table: Table) -> str:
-    num_columns = len(table.columns or table.rows[0])
-    columns = table.columns or ("",) * num_columns
-    rule = ["---:" if index in table.numeric else "---" for index in range(num_columns)]
-    lines = [f"**{_escaped(table.title)}**", ""]
-    lines += ["| " + " | ".join(map(_escaped, line)) + " |" for line in (columns, rule, *table.rows)]
-    return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _table_for_rich(table: Table) -> Any:
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    shown = RichTable(
-        title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.columns), padding=0
-    )
-    for index in range(len(table.columns or table.rows[0])):
-        header = table.columns[index] if table.columns else ""
-        shown.add_column(header, justify="right" if index in table.numeric else "left", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
-    return shown
-
-
-def _wants_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

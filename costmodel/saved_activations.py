@@ -6,12 +6,13 @@ derives each term and ``tests`` holds them against traces of those modules.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from costmodel.adapters import LayerAdapters
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
 from costmodel.held_memory import ElementBytes
-from costmodel.hf_config import Experts, Layer, Linear, ModelSpec, Norm
+from costmodel.model_spec import Experts, Layer, Linear, ModelSpec, Norm
 from costmodel.workload import attention_kernel
 
 
@@ -77,9 +78,29 @@ _KEPT_BY_ACTIVATION = {
 }
 
 
-def _norm_bytes(norm: Norm, stream: int, full: bool, autocast: bool) -> float:
-    """What the backward of one norm keeps for each token. A trained weight also needs the normalised input."""
+# Families whose norms and gated MLPs Liger 0.8 replaces (transformers/monkey_patch.py); of stacked experts, the norms.
+_LIGER_FAMILIES = frozenset(
+    {"exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral"}
+    | {"olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
+)
+
+
+_LIGER_HEAD_NORM_FAMILIES = frozenset({"exaone4", "gemma3_text"})  # where it replaces those of queries and keys as well
+
+
+def has_liger_norms(model: ModelSpec, job: ResolvedJob) -> bool:
+    """Whether Liger computes the norms of hidden states and the products of gated MLPs."""
+    return job.use_liger_kernel and model.family in _LIGER_FAMILIES
+
+
+def _norm_bytes(norm: Norm, stream: int, full: bool, autocast: bool, is_liger: bool) -> float:
+    """What the backward of one norm keeps for each token. A trained weight also needs the normalised input.
+
+    Liger's keeps the very tensor that it reads, and computes the rest again (ops/rms_norm.py).
+    """
     rows = norm.width // norm.size if norm.size else 1
+    if is_liger and norm.kind in {"rms", "rms_offset"}:
+        return stream * norm.width + 4 * rows
     if norm.kind == "layer":  # one kernel: its input, mean and reciprocal deviation; autocast lifts the input to fp32
         return (4 if autocast else stream) * norm.width + 8 * rows
     if norm.kind == "cohere":
@@ -115,8 +136,13 @@ def _attention_bytes(layer: Layer, kernel: str, job: ResolvedJob, compute: int, 
     return compute * (query + repeated) + sinks, attention.eager_score_bytes(compute) * heads
 
 
-def _mlp_widths(is_gated: bool, activation: str, keeps_product: bool) -> int:
-    """Tensors as wide as an MLP that it keeps: the branches and, where ``down`` needs its input, the product."""
+def _mlp_widths(is_gated: bool, activation: str, keeps_product: bool, is_liger: bool = False) -> int:
+    """Tensors as wide as an MLP that it keeps: the branches and, where ``down`` needs its input, the product.
+
+    Liger's product of the two branches computes the activation again (ops/swiglu.py, geglu.py).
+    """
+    if is_liger and is_gated:
+        return 2 + (1 if keeps_product else 0)
     kept, holds_result = _KEPT_BY_ACTIVATION.get(activation, (1, False))
     if is_gated:
         return kept + (0 if holds_result else 1) + 1 + (1 if keeps_product else 0)
@@ -148,6 +174,9 @@ def _scan_bytes(layer: Layer, compute: int) -> float:
         )
     projections = sum(each.out_features for each in layer.at("mixer_in", "mixer_inner"))
     results = sum(each.in_features for each in layer.at("mixer_out"))
+    if layer.scan.kind == "mamba2":
+        # mamba_ssm 2.2 MambaSplitConv1dScanCombinedFn: the projection, the scan's result, one fp32 number of its norm
+        return compute * (projections + results) + 4
     return compute * (projections + 2 * layer.scan.channels + 2 * results)
 
 
@@ -199,8 +228,20 @@ def _mlp_instants(
     if experts:
         stack_rows = 2.0 * experts.num_experts_per_tok
         down_params = experts.num_experts * experts.hidden_size * experts.intermediate_size
+        if full and job.experts_implementation == "eager" and job.fused_experts:
+            # a loop that picks one expert of the stack after the other: each gives a gradient as large as the stack, most
+            # of it zero (select_backward), beside what has been added up of gate_up's (2) and of down's (1)
+            through = stack_rows * (hidden + 4 * experts.intermediate_size) / experts.num_experts  # the first expert
+            fixed = 5.0 * weight_bytes * down_params
+            return (Instant(freed_per_token=through, extra_per_token=stream * hidden, extra_fixed=fixed),)
         if full:  # gate_up: its gradient is being built, down's is done
             return (
+                # the activation: the gradients of the product and of both branches
+                Instant(
+                    done=float(weight_bytes * down_params),
+                    freed_per_token=stack_rows * (hidden + experts.intermediate_size),
+                    extra_per_token=3 * stack_rows * experts.intermediate_size + stream * hidden,
+                ),
                 Instant(
                     done=float(weight_bytes * down_params),
                     freed_per_token=stack_rows * (hidden + 4 * experts.intermediate_size),
@@ -243,9 +284,12 @@ def _mlp_instants(
     if holds_inputs and copy_bytes != 0.0:
         own_input += mlp * width
     # the activation: down is through; the gradients of the product and of both branches, or before and after the activation
+    is_liger = has_liger_norms(model, job)
     branches = 3.0 if layer.is_gated else 2.0
+    if is_liger and layer.is_gated:
+        branches = 1.0  # the branches' gradients take their own place
     moments = [Instant(done=down_bytes, freed_per_token=own_input, extra_per_token=branches * mlp * width + stream * hidden)]
-    if full:  # the norm before the MLP: its weights are through; five fp32 copies of a hidden state
+    if full and not is_liger:  # the norm before the MLP: its weights are through; five fp32 copies of a hidden state
         through = float(weight_bytes * sum(each.in_features * each.out_features for each in layer.at("mlp_in", "mlp_out")))
         moments.append(
             Instant(done=through, freed_per_token=dense + 2 * stream * hidden, extra_per_token=(20.0 + stream) * hidden)
@@ -264,11 +308,13 @@ def _mlp_instants(
         # ... and peft lifts down's input to fp32, which autocast takes down again
         moments.append(Instant(extra_per_token=(mlp + 4.0) * width + 5.0 * stream * hidden))
     if job.quantization:  # down's weight in 16 bit (32 without autocast), the product with it, A's gradient
+        # GPTQ's is kept with the layer; while it is unpacked, its codes are there in 32 and in 8 bit (auto-gptq 0.4, 0.5)
+        per_weight = 4 + 1 - 2 if job.quantization == "gptq-int4" else compute
         moments.append(
             Instant(
                 freed_per_token=own_input,
                 extra_per_token=float(mlp + compute) * width + (compute + stream) * hidden,
-                extra_fixed=float(compute * down.in_features * down.out_features),
+                extra_fixed=float(per_weight * down.in_features * down.out_features),
             )
         )
     if any(adapted_by_name[each.name].dora for each in into_adapted):
@@ -281,7 +327,7 @@ def _mlp_instants(
 def layer_bytes(
     model: ModelSpec, layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: ElementBytes, is_padded: bool
 ) -> LayerBytes:
-    full = not job.is_peft
+    full, is_liger = not job.is_peft, has_liger_norms(model, job)
     hidden, attention = model.hidden_size, layer.attention
     compute, stream, mlp = types.compute, types.stream, types.mlp
     adapted_names = {each.linear.name for each in adapted.linears}
@@ -297,7 +343,16 @@ def layer_bytes(
         needs = (full and linear.differentiable) or (linear.name in adapted_names and copy_bytes == 0.0)
         return needs or (holds_inputs and linear.differentiable)
 
-    norms = sum(_norm_bytes(norm, stream, full, types.autocast) for norm in layer.norms)
+    norms_of_heads = is_liger and model.family in _LIGER_HEAD_NORM_FAMILIES
+
+    def norm_bytes(norms: Iterable[Norm]) -> float:
+        return sum(
+            _norm_bytes(norm, stream, full, types.autocast, is_liger and (norms_of_heads or norm.size == hidden))
+            for norm in norms
+        )
+
+    inside_scan = ("mamba.norm", "mixer.norm") if layer.scan is not None and layer.scan.kind == "mamba2" else ()
+    norms = norm_bytes(norm for norm in layer.norms if not norm.name.endswith(inside_scan))
     inputs = [norm for norm in layer.norms if norm.reads_layer_input]
     if len(inputs) > 1 and inputs[0].kind == "layer" and not types.autocast:
         norms -= (len(inputs) - 1) * stream * hidden  # one and the same tensor
@@ -351,7 +406,7 @@ def layer_bytes(
     dense = fixed = 0.0
     for down in layer.at("mlp_out"):
         keeps = (full and mlp == compute) or (down.name in adapted_names and copy_bytes == 0.0) or holds_inputs
-        dense += mlp * down.in_features * _mlp_widths(layer.is_gated, model.hidden_act, keeps)
+        dense += mlp * down.in_features * _mlp_widths(layer.is_gated, model.hidden_act, keeps, is_liger)
         if full and not keeps:
             dense += 2.0 * down.in_features
     for gate in layer.at("mlp_gate"):  # the gate's sigmoid and the shared result that it weighs
@@ -376,7 +431,8 @@ def layer_bytes(
         if parameter.num_matrices > 1:  # the merged copy, and the 16-bit copies of A and B
             fixed += compute * parameter.base_params + (2.0 * parameter.num_params if types.adapter == 4 else 0.0)
 
-    fixed += sum(4.0 * norm.size for norm in layer.norms if norm.kind == "rms_offset")  # weight + 1
+    if not is_liger:
+        fixed += sum(4.0 * norm.size for norm in layer.norms if norm.kind == "rms_offset")  # weight + 1
     if job.quantization == "gptq-int4":  # a plain matmul with the unpacked weight, which autograd keeps (auto-gptq 0.4, 0.5)
         fixed += 2.0 * sum(each.in_features * each.out_features for each in layer.linears)
     # autocast's 16-bit copies of fp32 weights, kept for the input gradient (under checkpointing: of one layer at a time)
@@ -393,11 +449,11 @@ def layer_bytes(
         if norm.kind == "layer":
             held_input = 0.0 if types.autocast and stream == 2 else float(stream * hidden)
         else:
-            held_input = 4.0 * hidden if stream == 4 or model.residual_in_fp32 else 0.0
+            held_input = 4.0 * hidden if stream == 4 or model.residual_in_fp32 else 2.0 * hidden if is_liger else 0.0
     if not inputs and mixer_read:
         held_input = float(stream * hidden)
     # the input of the first layer needs no gradient where nothing below is trained
-    saved_in_first = sum(_norm_bytes(norm, stream, full, types.autocast) for norm in inputs)
+    saved_in_first = norm_bytes(inputs)
 
     gradients = float(types.weights * layer.num_params) if full else float(types.adapter * adapted.num_params)
     instants = _mlp_instants(model, layer, adapted, job, types, copy_bytes, dense, holds_inputs)
@@ -406,7 +462,7 @@ def layer_bytes(
         # is the MLP. With sinks three score matrices in the compute type, when they are built and when they are undone.
         heads = attention.num_heads
         with_sinks = attention.score == "sinks"
-        after_mlp = dense + moe + sum(_norm_bytes(norm, stream, full, types.autocast) for norm in inputs[1:])
+        after_mlp = dense + moe + norm_bytes(inputs[1:])
         instants += (
             Instant(
                 done=float(types.weights * sum(each.num_params for each in layer.linears if not each.is_mixer))

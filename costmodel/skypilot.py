@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from costmodel.comparison_tables import settings_text
 from costmodel.formats import format_seconds, format_usd
-from costmodel.report import settings_text
 
 if TYPE_CHECKING:
-    from costmodel.search import Candidate
+    from costmodel.candidates import Candidate
 
 _CLOUDS: Final = {
     "AWS": "aws",

@@ -121,8 +121,9 @@ Curve = Annotated[
 class ProbedRates(Record):
     """What ``ftcost probe`` measured of a device beside large products, bandwidth and dispatch. Not measured: ``None``.
 
-    ``matmul_flops_per_second``: fp32 products of many rows whose operands no cache holds. ``matmul_half_rows``: a product
-    of M rows runs at M / (M + this) of it. By bytes of one tensor: ``elementwise_bytes_per_second``, read and written. By
+    ``matmul_flops_per_second``: what fp32 products approach whose operands no cache holds. ``matmul_half_size``: of that a
+    product reaches D / (D + this) for each of its three dimensions D. ``forward_seconds_per_operator`` and ``backward_``:
+    dispatch from Python, and from autograd. By bytes of one tensor: ``elementwise_bytes_per_second``, read and written. By
     tokens of a sequence: ``attention_flops_per_second``, of the half of the square. By bytes of the logits:
     ``loss_seconds_per_logit``, forward and backward. ``optimizer_seconds_per_parameter`` and ``_per_tensor``: fused AdamW
     and clipping in fp32. ``dequantisation_seconds_per_weight``: by quantisation, one pass. Of CUDA:
@@ -130,7 +131,9 @@ class ProbedRates(Record):
     """
 
     matmul_flops_per_second: _FlopsPerSecond | None = None
-    matmul_half_rows: float | None = Field(default=None, ge=0, le=1e6)
+    matmul_half_size: float | None = Field(default=None, ge=0, le=1e6)
+    forward_seconds_per_operator: float | None = Field(default=None, gt=0, le=1.0)
+    backward_seconds_per_operator: float | None = Field(default=None, gt=0, le=1.0)
     elementwise_bytes_per_second: Curve | None = None
     attention_flops_per_second: Curve | None = None
     loss_seconds_per_logit: Curve | None = None
@@ -358,18 +361,22 @@ class Job(Record):
         if not isinstance(value, Mapping):
             return value
         fields = dict(value)
-        if fields.pop("load_in_4bit", None):
-            fields.setdefault("quantization", fields.get("bnb_4bit_quant_type") or "fp4")
-            fields.setdefault("double_quant", bool(fields.get("bnb_4bit_use_double_quant", False)))
-        if fields.pop("load_in_8bit", None):
-            fields.setdefault("quantization", "int8")
-        if "bnb_4bit_use_double_quant" in fields:
-            fields.setdefault("double_quant", bool(fields["bnb_4bit_use_double_quant"]))
-        fields.pop("bnb_4bit_quant_type", None)
-        fields.pop("bnb_4bit_use_double_quant", None)
-        if "torch_dtype" in fields:
-            fields.setdefault("dtype", fields.pop("torch_dtype"))
-            fields.pop("torch_dtype", None)
+        double = fields.pop("bnb_4bit_use_double_quant", None)
+        quant_type = fields.pop("bnb_4bit_quant_type", None)
+        loads = {bits: fields.pop(f"load_in_{bits}bit", None) for bits in (4, 8)}
+        for bits, loaded in loads.items():
+            if loaded not in (None, False, True):  # text such as "false" is true to Python
+                raise ValueError(f"load_in_{bits}bit must be true or false, got {shown(loaded)}")
+        found: dict[str, Any] = {"dtype": fields.pop("torch_dtype", None)}
+        if loads[4]:
+            found |= {"quantization": quant_type or "fp4", "double_quant": bool(double)}
+        elif loads[8]:
+            found["quantization"] = "int8"
+        if double is not None:
+            found.setdefault("double_quant", bool(double))
+        for name, told in found.items():
+            if told is not None and fields.get(name) is None:
+                fields[name] = told
         return fields
 
     @field_validator("dtype", "adapter_dtype", mode="before")
@@ -495,7 +502,7 @@ def _one_line(fault: Any) -> str:
     where = ".".join(short(str(part)) for part in fault["loc"])
     if fault["loc"] == ("model",) and fault["type"] == "missing":
         return "no model is named: give a catalogue id, a config.json or its folder as field model (-m on the command line)"
-    message = fault["msg"].removeprefix("Value error, ")
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
     if "input" in fault and fault["type"] not in {"value_error", "missing"} and not isinstance(fault["input"], dict):
         message += f", got {shown(fault['input'])}"
     return f"{where}: {message}" if where else message

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from costmodel.cost import steps_between
 from costmodel.errors import CostModelError
 from costmodel.units import SECONDS_PER_HOUR
 
@@ -153,7 +154,7 @@ def _steps_between_saves(job: Mapping[str, Any], num_steps: int) -> float | None
     else:
         setting = job.get("save_steps") or 500
     if strategy == "steps":
-        steps = float(math.ceil(setting * num_steps)) if setting < 1 else float(int(setting))
+        steps = float(steps_between(setting, num_steps))
     elif strategy == "epoch":
         steps = num_steps / max(1.0, float(job.get("num_train_epochs") or 1.0))
     else:

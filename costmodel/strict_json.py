@@ -28,6 +28,15 @@ def parse_json(text: str, where: str) -> Any:
         raise CostModelError(f"{where} is not valid JSON: {error}") from None
 
 
+def job_mapping(value: Any, where: str) -> dict[str, Any]:
+    """A value that was read, as one job. Raises :class:`CostModelError` where it is none."""
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return value
+    held = "nothing" if value is None else type(value).__name__
+    held = "field names that are not text" if isinstance(value, dict) else held
+    raise CostModelError(f"{where} must hold one job, a mapping of field names to values; it holds {held}")
+
+
 def _refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not a number")
 

@@ -105,10 +105,6 @@ class TokenizerCounter:
         self.num_template_failures = 0
         self.fingerprint = hashlib.sha256(data + (source or "").encode() + json.dumps(self._tokens).encode()).hexdigest()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def count(self, samples: Sequence[Sample]) -> list[Count]:
         """One :class:`Count` a sample, in order: all texts of the batch go to the tokenizer at once."""
         rendered = [self._render(sample) for sample in samples]

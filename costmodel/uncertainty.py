@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
-import os
 from dataclasses import dataclass
 from typing import Any, Final
 
 from costmodel import constants as c
-from costmodel.catalog import DATA_FOLDER
+from costmodel.data_files import read_table
 from costmodel.defaults import READ_STACKS, ResolvedJob, is_not_modelled
 from costmodel.memory import MemoryBreakdown, job_class
 from costmodel.model_spec import ModelSpec
@@ -102,23 +100,22 @@ class MeasuredRun:
 @functools.cache
 def measured_runs() -> tuple[MeasuredRun, ...]:
     """The public runs of ``data/evidence.csv``."""
-    with open(os.path.join(DATA_FOLDER, "evidence.csv"), encoding="utf-8", newline="") as file:
-        return tuple(
-            MeasuredRun(
-                row["run"],
-                row["model"],
-                row["kind"],
-                row["is_moe"] == "yes",
-                row["is_checkpointed"] == "yes",
-                row["gpu"],
-                row["framework"],
-                math.log(float(row["active_params"])),
-                math.log(float(row["tokens"])),
-                float(row["measured_seconds"]),
-                float(row["estimated_seconds"]),
-            )
-            for row in csv.DictReader(file)
+    return tuple(
+        MeasuredRun(
+            row["run"],
+            row["model"],
+            row["kind"],
+            row["is_moe"] == "yes",
+            row["is_checkpointed"] == "yes",
+            row["gpu"],
+            row["framework"],
+            math.log(float(row["active_params"])),
+            math.log(float(row["tokens"])),
+            float(row["measured_seconds"]),
+            float(row["estimated_seconds"]),
         )
+        for row in read_table("evidence.csv")
+    )
 
 
 def job_kind(job: ResolvedJob) -> str:

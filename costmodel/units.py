@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-KIB: Final = 2**10
 MIB: Final = 2**20
 GIB: Final = 2**30
 TERA: Final = 10**12

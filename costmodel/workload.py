@@ -1,7 +1,7 @@
 """What one micro-batch makes the device do: FLOPs of forward, backward and recompute by operator group, and operators.
 
 Conventions: a multiply-add is 2 FLOPs; attention counts the full square (a causal kernel does half of it, which
-``step_time`` and :func:`hardware_flops` know); a look-up table is 0 FLOPs; the head is a matmul whether it is tied or not.
+``device_time`` and :func:`hardware_flops` know); a look-up table is 0 FLOPs; the head is a matmul whether it is tied or not.
 :func:`flops` is exactly what ``torch.utils.flop_counter.FlopCounterMode`` counts on the real modules, once it knows
 ``_grouped_mm``.
 """
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from costmodel.adapters import LayerAdapters, plan_adapters
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
-from costmodel.hf_config import Experts, Layer, Linear, ModelSpec
+from costmodel.model_spec import Experts, Layer, Linear, ModelSpec
 
 GROUPS = ("attention_linears", "attention_scores", "scan", "mlp", "experts", "router", "adapters", "adapter_merge", "head")
 
@@ -39,10 +39,10 @@ class Batch:
         return self.num_attended_pairs / self.num_tokens
 
     @staticmethod
-    def of(num_sequences: int, sequence_tokens: int, *, head_fraction: float = 1.0) -> Batch:
+    def of(num_sequences: int, sequence_tokens: int) -> Batch:
         """A batch of equally long sequences."""
         tokens = num_sequences * sequence_tokens
-        return Batch(num_sequences, tokens, tokens * sequence_tokens, tokens * head_fraction)
+        return Batch(num_sequences, tokens, tokens * sequence_tokens, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _expert_products(experts: Experts, adapted: LayerAdapters, full: bool, branc
     in_stage, out_stage = (_STAGES[f"mixer_{way}" if branch == "mixer" else f"mlp_{way}"] for way in ("in", "out"))
     visits, matrix = experts.num_experts_computed, 2.0 * experts.hidden_size * experts.intermediate_size
     adapted_names = {parameter.name for parameter in adapted.parameters}
-    rank = {
+    rank: dict[str, int] = {
         each.linear.place: sum(a.r for a in adapted.expert_linears if a.linear.place == each.linear.place)
         for each in adapted.expert_linears
     }
@@ -403,7 +403,7 @@ def model_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
 def hardware_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     """What the device really executes, the numerator of HFU.
 
-    A causal fused kernel skips half of the square of scores, as ``step_time`` takes it; the others multiply and mask.
+    A causal fused kernel skips half of the square of scores, as ``device_time`` takes it; the others multiply and mask.
     """
     counted = flops(model, job, batch)
     skipped = 0.0

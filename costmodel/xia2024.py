@@ -7,17 +7,14 @@ sets both beside what the paper measured.
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from costmodel.data_files import read_table
 from costmodel.errors import CostModelError
-
-DATA_FOLDER: Final = os.path.join(os.path.dirname(__file__), "data", "paper")
 
 DENSE: Final = 1.0
 SPARSE: Final = 0.25  # two experts of eight
@@ -173,17 +170,16 @@ class Series:
     coefficients: ThroughputCoefficients  # of the coded form, as published
 
 
-def read_table(name: str) -> list[dict[str, str]]:
+def paper_table(name: str) -> list[dict[str, str]]:
     """The rows of one of the paper's tables, as text."""
-    with open(os.path.join(DATA_FOLDER, f"{name}.csv"), encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_table("paper", f"{name}.csv")
 
 
 @cache
 def throughput_series() -> tuple[Series, ...]:
     """The five published series with their published coefficients."""
     points: dict[tuple[str, str, str], list[ThroughputPoint]] = {}
-    for row in read_table("throughput"):
+    for row in paper_table("throughput"):
         sparsity = DENSE if row["density"] == "dense" else SPARSE
         points.setdefault((row["model"], row["dataset"], row["gpu"]), []).append(
             ThroughputPoint(int(row["batch_size"]), sparsity, float(row["queries_per_s"]))
@@ -194,5 +190,5 @@ def throughput_series() -> tuple[Series, ...]:
             tuple(points[key]),
             ThroughputCoefficients(float(row["C2"]), float(row["C3_fixed_by_hand"]), float(row["C4"])),
         )
-        for row in read_table("fit_coefficients")
+        for row in paper_table("fit_coefficients")
     )

@@ -18,7 +18,7 @@ from typer.main import get_command
 from costmodel import estimate
 from costmodel.plots import estimate_svg
 from ftcost_callback.cli import app
-from ftcost_callback.metrics import METRICS, PREFIX
+from ftcost_callback.metrics import BY_COST_PREFIX, COST_AXIS_KEY, METRICS, PREFIX, TIME_AXIS_KEY
 
 DOCS = Path(__file__).parent
 _NOTE = "<!-- made by docs/generate.py: change the code, not this page -->\n"
@@ -40,6 +40,12 @@ def metrics_page() -> str:
     ]
     for section, rows in sections.items():
         parts += [f"\n## `{PREFIX}{section}/`\n\n", "| key | unit | meaning | shown |\n|---|---|---|---|\n", *rows]
+    parts += [
+        "\n## Not single figures\n\n",
+        f"`{PREFIX}moe/load/layer_NN`: each expert's share of a layer's tokens, a histogram. `{BY_COST_PREFIX}loss` and\n"
+        f"`{BY_COST_PREFIX}eval_loss`: the Trainer's losses once more, on the axis `{COST_AXIS_KEY}`, or `{TIME_AXIS_KEY}`\n"
+        "where there is no price.\n",
+    ]
     return "".join(parts)
 
 
@@ -59,7 +65,10 @@ def commands_page() -> str:
     of_the_job: dict[str, str] = {}
     for name, command in commands.items():
         arguments = " ".join(
-            each.metavar or each.human_readable_name for each in command.params if isinstance(each, TyperArgument)
+            name if each.required else f"[{name}]"
+            for each in command.params
+            if isinstance(each, TyperArgument)
+            for name in [each.metavar or each.human_readable_name]
         )
         parts.append(
             f"\n## `ftcost {name}`\n\n{_paragraphs(command.help or '')}\n\n    ftcost {name} {arguments}".rstrip() + "\n"
@@ -111,7 +120,11 @@ def estimate_picture() -> str:
     )
 
 
-PAGES = {"metrics.md": metrics_page, "commands.md": commands_page, "images/estimate.svg": estimate_picture}
+PAGES = {
+    "metrics.md": metrics_page,
+    "commands.md": commands_page,
+    "images/estimate.svg": estimate_picture,
+}
 
 
 def main() -> int:

@@ -7,6 +7,8 @@ Without arguments: a small randomly initialised Mixtral on text that ships with 
 With a real model and your own data (hub ids or local paths):
 
     python examples/finetune_with_live_cost.py --model Qwen/Qwen3-0.6B --dataset train.jsonl --usd-per-gpu-hour 2.10
+
+No GPU has run that line yet.
 """
 
 from __future__ import annotations

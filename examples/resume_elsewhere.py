@@ -1,5 +1,6 @@
 """A spot machine is taken away; another one, at another price, goes on from the checkpoint. One bill for both.
 
+    python examples/resume_elsewhere.py --dataset train.jsonl                              # no GPU has run this line yet
     python examples/resume_elsewhere.py --tiny
 
 What carries the bill over is a small ledger in the checkpoint's folder: copy the checkpoint, and nothing else. It holds what

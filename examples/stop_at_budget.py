@@ -1,6 +1,6 @@
 """A budget that is kept: warned at 50 and 80 %, saved and stopped at 100 %.
 
-python examples/stop_at_budget.py --dataset train.jsonl --usd-per-gpu-hour 2.10 --budget-usd 25   # not yet run on a GPU
+python examples/stop_at_budget.py --dataset train.jsonl --usd-per-gpu-hour 2.10 --budget-usd 25  # no GPU has run this yet
 python examples/stop_at_budget.py --tiny
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
 import math
@@ -31,78 +32,47 @@ _imported_at = time.time()
 _first_session_begun = False
 
 
-def checked_settings(
-    *,
-    usd_per_gpu_hour: float | None,
-    cloud: str | None,
-    tier: Literal["on_demand", "spot", "reserved", "community"] | None,
-    budget_usd: float | None,
-    budget_hours: float | None,
-    stop_at_budget: bool,
-    window_steps: int,
-    skip_first_steps: int,
-    predict: bool,
-    calibration: Any,
-    dry_run_steps: int | None = None,
-    profile_steps: tuple[int, int] | int | None,
-    sample_period_seconds: float,
-    expert_load: bool,
-    wandb_every: Literal["log", "step"],
-    detail: Literal["default", "full"],
-    peak_flops_per_second: float | None,
-    gpu: str | Mapping[str, Any] | GpuSpec | None,
-) -> Settings:
-    """Raises :class:`CostModelError` for a wrong one."""
-    for name, value in (("window_steps", window_steps), ("dry_run_steps", dry_run_steps)):
+def checked_settings(given: Mapping[str, Any]) -> Settings:
+    """From the arguments of the callback or the monitor, by name; one that is not taken there has its default.
+
+    Raises :class:`CostModelError` for a wrong one.
+    """
+    settings = {each.name: given.get(each.name, each.default) for each in dataclasses.fields(Settings)}
+    for name in ("window_steps", "dry_run_steps"):
+        value = settings[name]
         _require(value is None or is_whole(value, at_least=1), name, value, "a whole number from 1 on")
-    is_count = is_whole(skip_first_steps, at_least=0)
-    _require(is_count, "skip_first_steps", skip_first_steps, "a whole number from 0 on")
-    for name, number in (
-        ("budget_usd", budget_usd),
-        ("budget_hours", budget_hours),
-        ("peak_flops_per_second", peak_flops_per_second),
-        ("sample_period_seconds", sample_period_seconds),
-    ):
+    skipped = settings["skip_first_steps"]
+    _require(is_whole(skipped, at_least=0), "skip_first_steps", skipped, "a whole number from 0 on")
+    for name in ("budget_usd", "budget_hours", "peak_flops_per_second", "sample_period_seconds"):
+        number = settings[name]
         is_absent = number is None and name != "sample_period_seconds"
-        _require(is_absent or (is_number(number) and number > 0), name, number, "a number above 0")  # type: ignore[operator]
-    for name, flag in (("stop_at_budget", stop_at_budget), ("predict", predict), ("expert_load", expert_load)):
-        _require(isinstance(flag, bool), name, flag, "True or False")
-    _require(wandb_every in ("log", "step"), "wandb_every", wandb_every, "'log' or 'step'")
-    _require(detail in ("default", "full"), "detail", detail, "'default' or 'full'")
-    _require(
-        not (stop_at_budget and budget_usd is None and budget_hours is None),
-        "stop_at_budget",
-        stop_at_budget,
-        "given together with budget_usd or budget_hours",
-    )
+        _require(is_absent or (is_number(number) and number > 0), name, number, "a number above 0")
+    for name in ("stop_at_budget", "predict", "expert_load"):
+        _require(isinstance(settings[name], bool), name, settings[name], "True or False")
+    for name, choices in (("wandb_every", ("log", "step")), ("detail", ("default", "full"))):
+        value = given[name]
+        _require(value in choices, name, value, " or ".join(map(repr, choices)))
+    has_budget = settings["budget_usd"] is not None or settings["budget_hours"] is not None
+    stops = settings["stop_at_budget"]
+    _require(has_budget or not stops, "stop_at_budget", stops, "given together with budget_usd or budget_hours")
+    tier, cloud = settings["tier"], settings["cloud"]
     if tier is not None:
-        from costmodel.catalog import TIERS
+        from costmodel.price_catalog import TIERS
 
         _require(tier in TIERS, "tier", tier, f"one of {', '.join(TIERS)}")
     if cloud is not None:
-        from costmodel.catalog import find_cloud
+        from costmodel.price_catalog import find_cloud
 
         _require(isinstance(cloud, str), "cloud", cloud, "a name such as 'RunPod' (ftcost prices lists them)")
         cloud = find_cloud(cloud)
-    return Settings(
-        price=_given_price(usd_per_gpu_hour, look_in_environment=cloud is None),
-        cloud=cloud,
-        tier=tier,
-        budget_usd=budget_usd,
-        budget_hours=budget_hours,
-        stop_at_budget=stop_at_budget,
-        window_steps=window_steps,
-        skip_first_steps=skip_first_steps,
-        predict=predict,
-        calibration=_given_calibration(calibration),
-        dry_run_steps=dry_run_steps,
-        profile_steps=_given_profile_steps(profile_steps, skip_first_steps),
-        sample_period_seconds=sample_period_seconds,
-        expert_load=expert_load,
-        wandb_every=wandb_every,
-        peak_flops_per_second=peak_flops_per_second,
-        gpu=_given_gpu(gpu),
-    )
+    checked = {
+        "price": _given_price(given["usd_per_gpu_hour"], look_in_environment=cloud is None),
+        "cloud": cloud,
+        "calibration": _given_calibration(settings["calibration"]),
+        "profile_steps": _given_profile_steps(settings["profile_steps"], skipped),
+        "gpu": _given_gpu(settings["gpu"]),
+    }
+    return Settings(**settings | checked)
 
 
 class BillingStart:
@@ -164,16 +134,16 @@ def given_sinks(sinks: Any) -> list[Sink]:
     return given
 
 
-def given_folder(output_dir: Any) -> str | os.PathLike[str]:
+def given_folder(folder: Any, name: str = "output_dir") -> str | os.PathLike[str]:
     """Raises :class:`CostModelError` for what is no path."""
-    is_path = isinstance(output_dir, (str, os.PathLike)) and "\0" not in os.fspath(output_dir)
-    _require(is_path, "output_dir", output_dir, "the path of a folder")
-    return output_dir  # type: ignore[no-any-return]
+    is_path = isinstance(folder, (str, os.PathLike)) and "\0" not in os.fspath(folder)
+    _require(is_path, name, folder, "the path of a folder")
+    return folder  # type: ignore[no-any-return]
 
 
 def _given_calibration(calibration: Any) -> Any:
     """Read here once, so that a wrong file is said before the training starts. Raises :class:`CostModelError`."""
-    from costmodel.calibration import check_calibration
+    from costmodel.stored_calibrations import check_calibration
 
     if isinstance(calibration, os.PathLike):
         calibration = os.fspath(calibration)
@@ -208,7 +178,7 @@ def _given_gpu(gpu: str | Mapping[str, Any] | GpuSpec | None) -> str | Mapping[s
     if gpu is None:
         return None
     if isinstance(gpu, str):
-        from costmodel.catalog import find_gpu
+        from costmodel.gpu_catalog import find_gpu
         from costmodel.probes import asks_for_probe, probed_device
 
         if asks_for_probe(gpu):

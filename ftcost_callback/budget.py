@@ -93,11 +93,16 @@ class BudgetWatch:
         return rows
 
     def _is_new(self, limit: _Limit, name: str) -> bool:
-        key = f"{limit.kind} {limit.amount:g} {name}"  # a raised budget is watched anew
+        key = crossing(limit.kind, limit.amount, name)
         if key in self._crossed:
             return False
         self._crossed.add(key)
         return True
+
+
+def crossing(kind: str, limit: float, threshold: str) -> str:
+    """Its name in a ledger; a raised budget is watched anew."""
+    return f"{kind} {limit:g} {threshold}"
 
 
 def _hours(seconds: float | None) -> float | None:

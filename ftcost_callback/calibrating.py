@@ -7,6 +7,7 @@ of such rows, or ``{"job": {fields of all rows}, "steps": [rows]}``.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from costmodel.calibration import MeasuredStep
+from costmodel.described_job import TokensSeen
 from costmodel.errors import CostModelError
-from costmodel.estimation import TokensSeen, measured_step
+from costmodel.estimation import measured_step
 from costmodel.specs import Job
 from ftcost_callback.records import Step
 from ftcost_callback.run_file import RunRecord, read_run
@@ -32,6 +34,8 @@ _WARM_UP_STEPS: Final = 2  # of each session: kernel selection, allocator growth
 _MAX_GROUPS: Final = 8  # steps of like token counts, of one run
 _MIN_GROUP_STEPS: Final = 5
 _FEW_STEPS: Final = 3  # below this a run says nothing
+_NORMAL_MEDIAN: Final = 0.6745  # standard deviations that hold half of a normal distribution
+_ERROR_OF_A_MEDIAN: Final = 1.2533  # standard error of a median over that of a mean
 
 
 def measured_steps(places: Sequence[str], overrides: Mapping[str, Any] | None = None) -> list[MeasuredStep]:
@@ -103,7 +107,11 @@ def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) 
             f"run {source} holds {len(taken)} steps that can be used of {len(record.steps)}; at least {_FEW_STEPS} are "
             f"needed after the first {_WARM_UP_STEPS} of each session, with their tokens counted"
         )
-    return [measured_step(job, seconds, source, seen) for seen, seconds in _groups(taken)]
+    scatter = _ERROR_OF_A_MEDIAN * _scatter(taken)
+    return [
+        dataclasses.replace(measured_step(job, seconds, source, seen), scatter=scatter / math.sqrt(number))
+        for seen, seconds, number in _groups(taken)
+    ]
 
 
 def steady_steps(steps: Iterable[Step]) -> list[Step]:
@@ -136,12 +144,27 @@ def _taken(step: Step, accumulation: int, rows: int) -> _Taken | None:
     )
 
 
-def _groups(taken: Sequence[_Taken]) -> list[tuple[TokensSeen, float]]:
-    """Medians of groups of steps with like token counts. Medians: a neighbour on the machine slows single steps."""
+def _scatter(taken: Sequence[_Taken]) -> float:
+    """Standard deviation of a step's seconds about what its tokens ask for, as a share.
+
+    From each step's distance to the line between its two neighbours in tokens, by their median: a slow step counts as one.
+    """
+    ordered = sorted(taken, key=lambda step: step.num_tokens)
+    apart = []
+    for before, step, after in zip(ordered, ordered[1:], ordered[2:], strict=False):
+        gap = math.log(after.num_tokens / before.num_tokens)
+        share = math.log(step.num_tokens / before.num_tokens) / gap if gap else 0.5
+        expected = (1 - share) * math.log(before.seconds) + share * math.log(after.seconds)
+        apart.append(abs(math.log(step.seconds) - expected) / math.sqrt(1 + (1 - share) ** 2 + share**2))
+    return statistics.median(apart) / _NORMAL_MEDIAN
+
+
+def _groups(taken: Sequence[_Taken]) -> list[tuple[TokensSeen, float, int]]:
+    """Medians of groups of steps with like token counts, and how many. A neighbour on the machine slows single steps."""
     ordered = sorted(taken, key=lambda step: step.num_tokens)
     number = max(1, min(_MAX_GROUPS, len(ordered) // _MIN_GROUP_STEPS))
     bounds = [round(place * len(ordered) / number) for place in range(number + 1)]
-    return [_typical(ordered[low:high]) for low, high in itertools.pairwise(bounds)]
+    return [(*_typical(ordered[low:high]), high - low) for low, high in itertools.pairwise(bounds)]
 
 
 def _typical(steps: Sequence[_Taken]) -> tuple[TokensSeen, float]:

@@ -36,11 +36,12 @@ from ftcost_callback.boundary import Boundary
 from ftcost_callback.dry_run import put_longest_first
 from ftcost_callback.live_model import parallel_size
 from ftcost_callback.live_run import LiveRun
+from ftcost_callback.planned_tokens import planned_tokens
 from ftcost_callback.rank_run import RankRun
-from ftcost_callback.ranks import rank_file_path, tokens_counted
-from ftcost_callback.records import PauseKind, TokenCounts
+from ftcost_callback.records import PauseKind
+from ftcost_callback.resuming import identity_after, rank_identity_after, with_tokens_of_ranks_gone, with_unsaved_tail
 from ftcost_callback.rollouts import RolloutWatch
-from ftcost_callback.run_file import ranks_with_ledger, read_ledger, read_run, run_file_path
+from ftcost_callback.run_file import read_ledger, run_file_path
 from ftcost_callback.session_opening import Training
 from ftcost_callback.session_plan import Identity, Plan, new_run_id
 from ftcost_callback.sinks.base import Sink
@@ -124,26 +125,8 @@ class FTCostCallback(TrainerCallback):
         gpu: str | Mapping[str, Any] | GpuSpec | None = None,
         output_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._settings = checked_settings(
-            usd_per_gpu_hour=usd_per_gpu_hour,
-            cloud=cloud,
-            tier=tier,
-            budget_usd=budget_usd,
-            budget_hours=budget_hours,
-            stop_at_budget=stop_at_budget,
-            window_steps=window_steps,
-            skip_first_steps=skip_first_steps,
-            predict=predict,
-            calibration=calibration,
-            dry_run_steps=dry_run_steps,
-            profile_steps=profile_steps,
-            sample_period_seconds=sample_period_seconds,
-            expert_load=expert_load,
-            wandb_every=wandb_every,
-            detail=detail,
-            peak_flops_per_second=peak_flops_per_second,
-            gpu=gpu,
-        )
+        given = locals()  # the arguments by name
+        self._settings = checked_settings(given)
         self._billing = BillingStart(billing_started_at)
         self._sinks: list[Sink] = given_sinks(sinks) if sinks is not None else default_sinks(detail)
         self._wandb_guard = wandb_guard
@@ -157,6 +140,11 @@ class FTCostCallback(TrainerCallback):
         self._inner_state: Any = None  # of a training inside this one, which is not measured
         self._begun_at_step = 0
         self._train_batch_size: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made while training or not, begins with no training of its own."""
+        at_rest = {"_run": None, "_state": None, "_inner_state": None, "_begun_at_step": 0, "_train_batch_size": None}
+        return vars(self) | at_rest | {"_boundary": Boundary(), "_rollouts": RolloutWatch(_nothing, _nothing)}
 
     @property
     def sinks(self) -> list[Sink]:
@@ -249,10 +237,14 @@ class FTCostCallback(TrainerCallback):
             order_note=order_note,
         )
         loader, gpu = kwargs.get("train_dataloader"), self._settings.gpu
+        accumulation, num_processes = args.gradient_accumulation_steps, args.world_size
         training = Training(
             model=model,
             device=args.device,
             steps_done=state.global_step,
+            plan_tokens=lambda: planned_tokens(
+                loader, accumulation=accumulation, max_steps=plan.max_steps, num_processes=num_processes
+            ),
             read_job=lambda: trainer_adapter.job_from_objects(
                 model=model,
                 args=args,
@@ -318,19 +310,9 @@ class FTCostCallback(TrainerCallback):
                 continue
             if ledger is None or ledger.global_step != state.global_step:
                 continue
-            identity = Identity(
-                run_id=ledger.run_id,
-                session_index=ledger.session_index + 1,
-                resumed_from_step=state.global_step,
-                earlier=ledger.totals,
-                earlier_spent_usd=ledger.spent_usd,
-                earlier_energy_joules=ledger.energy_joules,
-                furthest_step=ledger.global_step,
-                crossed_thresholds=ledger.crossed_thresholds,
-                earlier_pace=ledger.pace,
-            )
-            identity = _with_unsaved_tail(identity, run_file_path(output_dir))
-            return _with_tokens_of_ranks_gone(identity, folder, num_processes=args.world_size)
+            identity = identity_after(ledger, from_step=state.global_step)
+            identity = with_unsaved_tail(identity, run_file_path(output_dir))
+            return with_tokens_of_ranks_gone(identity, folder, num_processes=args.world_size)
         note = f"resumed from step {state.global_step}, {why}: time, tokens and dollars begin here"
         _log.warning("ftcost: %s", note)
         return Identity(run_id=new_run_id(), resumed_from_step=state.global_step, notes=(note,))
@@ -408,6 +390,8 @@ class FTCostCallback(TrainerCallback):
 
 
 def _pauses_to_come(control: Any) -> frozenset[PauseKind]:
+    if not (control.should_log or control.should_evaluate or control.should_save):
+        return frozenset()
     flags: tuple[tuple[PauseKind, bool], ...] = (
         ("log", control.should_log),
         ("eval", control.should_evaluate),
@@ -456,43 +440,6 @@ def _checkpoint_candidates(args: Any, state: Any) -> list[Path]:
     return [Path(each) for each in candidates if isinstance(each, (str, os.PathLike)) and str(each)]
 
 
-def _with_unsaved_tail(identity: Identity, run_file: Path) -> Identity:
-    """Add what the run did after the checkpoint was written, where its record is at hand."""
-    try:
-        record = read_run(run_file, run_id=identity.run_id, all_ranks=False)
-    except (CostModelError, OSError):
-        return identity
-    except Exception as error:
-        _log.debug("ftcost: the record was not read", exc_info=True)
-        note = f"{run_file} cannot be read ({type(error).__name__}: {error}): what was counted goes on from the checkpoint"
-        return dataclasses.replace(identity, notes=(*identity.notes, note))
-    earlier = identity.earlier
-    if earlier is None or record.totals.wall_seconds <= earlier.wall_seconds:
-        return identity
-    last_spent = record.spent_usd
-    return Identity(
-        run_id=identity.run_id,
-        session_index=max(session.session_index for session in record.sessions) + 1,
-        resumed_from_step=identity.resumed_from_step,
-        earlier=record.totals,
-        earlier_spent_usd=last_spent if last_spent is not None else identity.earlier_spent_usd,
-        earlier_energy_joules=identity.earlier_energy_joules,
-        furthest_step=max(identity.furthest_step, record.last_step),
-        crossed_thresholds=identity.crossed_thresholds,
-        earlier_pace=identity.earlier_pace,
-    )
-
-
-def _with_tokens_of_ranks_gone(identity: Identity, checkpoint_dir: Path, *, num_processes: int) -> Identity:
-    """Add what processes had counted that this session no longer has."""
-    earlier = identity.earlier
-    for rank in ranks_with_ledger(checkpoint_dir):
-        ledger = read_ledger(checkpoint_dir, rank=rank) if rank >= num_processes else None
-        if ledger is not None and earlier is not None:
-            earlier = earlier.plus_tokens(TokenCounts(num_samples=0, **ledger.totals.tokens))
-    return dataclasses.replace(identity, earlier=earlier)
-
-
 def _rank_identity(args: Any, state: Any, output_dir: str | os.PathLike[str]) -> Identity:
     """What this process, which is not the main one, had counted before; which run it was is read from the main record."""
     rank = args.process_index
@@ -503,11 +450,5 @@ def _rank_identity(args: Any, state: Any, output_dir: str | os.PathLike[str]) ->
             continue
         if ledger is None or ledger.global_step != state.global_step:
             continue
-        earlier, furthest_step = ledger.totals, ledger.global_step
-        counted = tokens_counted(rank_file_path(run_file_path(output_dir), rank), ledger.run_id)
-        if counted is not None and (counted.num_tokens or 0) > (earlier.num_tokens or 0):
-            earlier = dataclasses.replace(earlier, **dataclasses.asdict(counted))  # with the unsaved tail
-        return Identity(
-            run_id=ledger.run_id, session_index=ledger.session_index + 1, earlier=earlier, furthest_step=furthest_step
-        )
+        return rank_identity_after(ledger, rank, run_file_path(output_dir))
     return Identity(run_id="")

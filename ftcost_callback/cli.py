@@ -11,21 +11,22 @@ from typing import Annotated, Any
 
 import typer
 
-from costmodel.cli import COMMAND_SETTINGS, FITS, app, job_fields_from_flags, run, with_job_flags
-from costmodel.cli_flags import finite
+from costmodel.cli import app, run
+from costmodel.cli_flags import COMMAND_SETTINGS, finite, job_fields_from_flags, with_job_flags
+from costmodel.cli_run import FITS
 from costmodel.errors import CostModelError
 
 __all__ = ["app", "main"]
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="A run.jsonl, its _ftcost folder, or the output_dir of a run.")
+]
 
 
-@app.command("report")
+@app.command("report", short_help="What recorded runs cost, as text or a page.")
 def report_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="A run.jsonl, its _ftcost folder, or the output_dir of a run."),
-    ],
+    runs: _Runs,
     html: Annotated[
         Path | None, typer.Option("--html", "--out", metavar="FILE", help="Write one self-contained page (extra report).")
     ] = None,
@@ -58,7 +59,7 @@ def report_command(
     return FITS
 
 
-@app.command("wandb-workspace")
+@app.command("wandb-workspace", short_help="Save a W&B workspace with the live figures.")
 def wandb_workspace_command(
     project: Annotated[str, typer.Argument(metavar="ENTITY/PROJECT", help="Where the runs are.")],
 ) -> int:
@@ -72,7 +73,7 @@ def wandb_workspace_command(
     return FITS
 
 
-@app.command("calibrate", context_settings=COMMAND_SETTINGS)
+@app.command("calibrate", context_settings=COMMAND_SETTINGS, short_help="Fit the model to measured steps.")
 @with_job_flags
 def calibrate_command(
     runs: Annotated[
@@ -83,7 +84,8 @@ def calibrate_command(
         ),
     ],
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Default: where --calibration auto finds it.")
+        str | None,
+        typer.Option("--out", metavar="FILE", help="Where to write it; default: where --calibration auto finds it."),
     ] = None,
     as_json: _Json = False,
     **flags: Any,
@@ -91,14 +93,15 @@ def calibrate_command(
     """Fit the model to measured steps: a small file for --calibration. Flags override what was recorded of the job."""
     import datetime
 
-    from costmodel import calibration as calibrations
-    from costmodel.estimation import ftcost_version
+    from costmodel import stored_calibrations
+    from costmodel.calibration import fit
+    from costmodel.version import ftcost_version
     from ftcost_callback.calibrating import measured_steps
 
     steps = measured_steps(runs, job_fields_from_flags(flags))
-    fitted = calibrations.fit(steps, created_on=datetime.date.today().isoformat(), ftcost_version=ftcost_version())
-    path = out or calibrations.default_path(fitted)
-    calibrations.write_calibration(path, fitted)
+    fitted = fit(steps, created_on=datetime.date.today().isoformat(), ftcost_version=ftcost_version())
+    path = out or stored_calibrations.default_path(fitted)
+    stored_calibrations.write_calibration(path, fitted)
     if as_json:
         from costmodel.report import to_json
 
@@ -109,18 +112,22 @@ def calibrate_command(
     return FITS
 
 
-@app.command("probe")
+@app.command("probe", short_help="Measure the device at hand, for --gpu probe.")
 def probe_command(
     device: Annotated[
-        str | None, typer.Option("--device", metavar="cpu|cuda|cuda:N", help="Default: the first card, else the CPU.")
+        str | None,
+        typer.Option("--device", metavar="cpu|cuda|cuda:N", help="What to measure; default: the first card, else the CPU."),
     ] = None,
     seconds: Annotated[
         float, typer.Option("--seconds", help="About how long to measure.", min=1, max=600, callback=finite)
     ] = 20.0,
     threads: Annotated[
-        int | None, typer.Option("--threads", help="Of the CPU, as the training will have them. Default: torch's.", min=1)
+        int | None,
+        typer.Option("--threads", help="Threads of the CPU, as the training will have them; default: torch's.", min=1),
     ] = None,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Default: where --gpu probe finds it.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Where to write it; default: where --gpu probe finds it.")
+    ] = None,
     as_json: _Json = False,
 ) -> int:
     """Measure the device at hand, in under a minute: products, bandwidth, cost per operator and more, for --gpu probe."""
@@ -142,12 +149,9 @@ def probe_command(
     return FITS
 
 
-@app.command("contribute")
+@app.command("contribute", short_help="Make an anonymous row of a measured run.")
 def contribute_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="A run.jsonl, its _ftcost folder, or the output_dir of a run."),
-    ],
+    runs: _Runs,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the rows as CSV, to add to the project.")
     ] = None,
@@ -170,5 +174,5 @@ def contribute_command(
 
 
 def main() -> None:
-    """Entry point of the console script; the exit code is that of :func:`costmodel.cli.run`."""
+    """Entry point of the console script; the exit code is that of :func:`costmodel.cli_run.run`."""
     sys.exit(run(application=app))

@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from costmodel.catalog import find_model_config, find_model_id
 from costmodel.errors import CostModelError
 from costmodel.hf_config import model_spec_from_config
+from costmodel.model_catalog import find_model_config, find_model_id
 from costmodel.units import GIB
 from ftcost_callback.calibrating import steady_steps
 from ftcost_callback.records import OutOfMemory, Step

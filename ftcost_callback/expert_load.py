@@ -1,32 +1,27 @@
-"""Tokens routed to each expert of each layer, from the indices that the experts modules are really given.
+"""Tokens routed to each expert of each layer, from the choices that ``expert_sites`` finds in a model.
 
-transformers calls ``experts(hidden_states, top_k_index, top_k_weights)`` in nearly every MoE family; a pre-hook on
-those modules sees the choice made, whatever the router returns (with a score bias the top-k of its logits is not the
-choice). Inside the forward the index tensor is only kept; all layers are counted together, and those of several small
-forwards with them: one concatenation, one scatter, no wait for the device.
+Inside the forward what shows a choice is only kept; all layers are counted together, and those of several small forwards
+with them: one concatenation, one scatter, no wait for the device.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ftcost_callback.expert_sites import (
+    ExpertSite,
+    find_expert_sites,
+    forced_routing,
+    moe_class_name,
+    why_not_shown,
+)
 from ftcost_callback.forward_window import TrainingForward, no_op_hook, no_op_reduction
 from ftcost_callback.records import ExpertLoad, ExpertStatus
 
-_INDEX_ARGUMENTS: Final = ("top_k_index", "router_indices")
-_ROUTER_ATTRIBUTES: Final = ("gate", "router")
-_COUNT_ATTRIBUTES: Final = ("num_experts", "total_experts")  # LongCat's experts: the real ones and those that do nothing
-_NUM_EXPERTS_FIELDS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_CLASS: Final = re.compile(r"Experts|Router|MoE|Moe(?=[A-Z]|$)|SparseMLP|Top[12k]")
-# Families whose experts run, but not as their indices say (NllbMoeExperts encodes an already encoded mask).
-_UNSUPPORTED_CLASSES: Final = ("NllbMoeExperts",)
 _MAX_PENDING_BYTES: Final = 16 * 2**20  # kept inside one forward
 # Kept across forwards: where batches are small, steps are short, and counting some at once costs a fraction.
 _MAX_HELD_BYTES: Final = 2 * 2**20
@@ -41,7 +36,7 @@ def _tap(index: Tensor) -> Tensor:
     """Identity on the expert indices whose body runs inside a compiled graph, also in its recomputation."""
     counter = _open_counter
     if counter is not None:
-        counter.guard(lambda: counter.seen(index, is_compiled=True))
+        counter.guard(lambda: counter.seen_in_graph(index))
     return index.clone()
 
 
@@ -50,38 +45,13 @@ def _(index: Tensor) -> Tensor:
     return torch.empty_like(index)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSite:
-    """One experts module. ``argument`` stands at ``position`` (without self) of its class's ``forward``."""
+class _SiteHook:
+    """Base of the hooks on a site. A copy of the model carries a no-op in its place."""
 
-    layer_name: str
-    module: nn.Module
-    argument: str
-    position: int
-    num_experts: int
-
-
-class ExpertsHook:
-    """Forward pre-hook of an experts module. A copy of the model carries a no-op in its place."""
-
-    def __init__(self, counter: ExpertLoadCounter, argument: str, position: int) -> None:
+    def __init__(self, counter: ExpertLoadCounter, site: ExpertSite, place: int) -> None:
         self._counter = counter
-        self._argument = argument
-        self._position = position
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
-            if self._argument in kwargs:
-                return args, {**kwargs, self._argument: _tap(kwargs[self._argument])}
-            before, after = args[: self._position], args[self._position + 1 :]
-            return (*before, _tap(args[self._position]), *after), kwargs
-        if self._counter.is_open:
-            self._counter.guard(lambda: self._counter.seen(self._index(args, kwargs)))
-        return None
-
-    def _index(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        index: Tensor = kwargs[self._argument] if self._argument in kwargs else args[self._position]
-        return index
+        self._site = site
+        self._place = place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return no_op_hook()
@@ -90,53 +60,47 @@ class ExpertsHook:
         return no_op_reduction()
 
 
-def find_expert_sites(model: nn.Module) -> list[ExpertSite]:
-    """Every module whose class's ``forward`` takes the chosen experts, in the order of the model's modules."""
-    modules = dict(model.named_modules())
-    sites = []
-    for name, module in modules.items():
-        if type(module).__name__ in _UNSUPPORTED_CLASSES:
-            continue
-        parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-        argument = next((each for each in _INDEX_ARGUMENTS if each in parameters), None)
-        if argument is None:
-            continue
-        num_experts = _num_experts(modules, name, module)
-        if num_experts is not None:
-            sites.append(ExpertSite(name, module, argument, parameters.index(argument), num_experts))
-    return sites
+class ArgumentHook(_SiteHook):
+    """Forward pre-hook of a module that is given the choice."""
 
-
-def _num_experts(modules: dict[str, nn.Module], name: str, module: nn.Module) -> int | None:
-    """From the live modules: the router's rows (under expert parallelism the experts module holds a share only)."""
-    own = (getattr(module, attribute, None) for attribute in _COUNT_ATTRIBUTES)
-    counts = [count for count in own if isinstance(count, int)]
-    parent_name = name.rpartition(".")[0]
-    while parent_name and type(modules[parent_name]).__module__.startswith("peft."):
-        parent_name = parent_name.rpartition(".")[0]
-    parent = modules.get(parent_name)
-    for attribute in _ROUTER_ATTRIBUTES:
-        weight = getattr(getattr(parent, attribute, None), "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2:
-            counts.append(weight.shape[0])
-    return max(counts, default=None)
-
-
-def moe_class_name(model: nn.Module) -> str | None:
-    """Class of a module that looks like experts or a router, in a model whose config has experts; dense: ``None``."""
-    configs = [getattr(model, "config", None)]
-    configs += [getattr(configs[0], name, None) for name in ("text_config", "ffn_config")]
-    most = max((count for config in configs for field in _NUM_EXPERTS_FIELDS if (count := _int(config, field))), default=0)
-    if most <= 1:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self._tapped(args, kwargs) if self._site.shows_choice_in_graph else None
+        if self._counter.is_open:
+            self._counter.guard(lambda: self._counter.seen(self._read(args, kwargs), self._place))
         return None
-    names = {type(module).__name__ for module in model.modules() if module is not model}
-    looks_like = sorted(name for name in names if _EXPERTS_CLASS.search(name) and "Decoder" not in name)
-    return next((name for name in looks_like if "Expert" in name), looks_like[0] if looks_like else type(model).__name__)
+
+    def _tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, position = self._site.argument, self._site.position
+        if name in kwargs:
+            return args, {**kwargs, name: _tap(kwargs[name])}
+        before, after = args[:position], args[position + 1 :]
+        return (*before, _tap(args[position]), *after), kwargs
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, position = self._site.argument, self._site.position
+        given = kwargs[name] if name in kwargs else args[position]
+        return (given, args[position + 1]) if self._site.with_next else given
 
 
-def _int(config: Any, field: str) -> int | None:
-    value = getattr(config, field, None)
-    return value if isinstance(value, int) else None
+class OutputHook(_SiteHook):
+    """Forward hook of a router whose output shows the choice."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._counter.is_open:
+            self._counter.guard(lambda: self._counter.seen(output, self._place))
+
+
+class ExpertRowsHook(_SiteHook):
+    """Forward pre-hook of one of a site's experts: the rows it is given are known without waiting."""
+
+    def __init__(self, counter: ExpertLoadCounter, site: ExpertSite, place: int, expert: int) -> None:
+        super().__init__(counter, site, place)
+        self._expert = expert
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling() and self._counter.is_open and args:
+            self._counter.guard(lambda: self._counter.expert_called(self._place, self._expert, args[0]))
 
 
 class ExpertLoadCounter:
@@ -155,14 +119,20 @@ class ExpertLoadCounter:
         self._ones: Tensor | None = None  # (1, experts per token)
         self._held: list[tuple[list[Tensor], Tensor | None]] = []  # whole forwards: each layer's indices, real tokens
         self._held_bytes = 0
-        self._pending: list[Tensor] = []
+        self._pending: list[tuple[int, Any]] = []  # (site, what shows its choice)
         self._pending_bytes = 0
         self._may_hold = True
-        self._are_alike = True  # the indices of the open forward have one shape
         self._held_kind: tuple[int, bool] | None = None
-        self._num_seen = 0  # experts calls of the open forward
-        self._real: Tensor | None = None
+        self._called: set[int] = set()  # sites of the open forward
+        self._num_in_graph = 0  # calls of the open forward that a compiled graph made, which does not know its site
+        self._reals: tuple[Tensor | None, Tensor | None] = (None, None)  # real tokens: of the model, of its decoder
+        self._num_calls: list[int] = []  # of each site
+        self._rows_of_experts: dict[int, list[int]] = {}  # site -> rows that each expert was given, padding too
+        self._all_rows: Tensor | None = None  # as _counts, padding counted
         self._num_expert_columns = 0
+        self.forced_by: str | None = None  # what says that routing is forced to be even
+        self._has_decoder = False
+        self._is_mixed = False  # not counted all alike: by two masks, or with a check of the rows
         self._num_experts_per_tok: int | None = None
         self._num_forwards = 0
         self._num_complete = 0
@@ -185,19 +155,28 @@ class ExpertLoadCounter:
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
-        self._counts = self._ones = None
+        self._counts = self._ones = self._all_rows = None
         self._held, self._held_bytes = [], 0
         self._unsupported = None
-        self._reset()
         self._sites = find_expert_sites(model)
+        self._reset()
         if not self._sites:
             self._unsupported = moe_class_name(model)
             return
         self._num_expert_columns = max(site.num_experts for site in self._sites)
-        self._handles = [
-            site.module.register_forward_pre_hook(ExpertsHook(self, site.argument, site.position), with_kwargs=True)
-            for site in self._sites
-        ]
+        self.forced_by = forced_routing(model)
+        self._has_decoder = any(site.is_decoder for site in self._sites)
+        self._is_mixed = self._has_decoder or any(site.experts for site in self._sites)
+        for place, site in enumerate(self._sites):
+            if site.argument is not None:
+                handle = site.hooked.register_forward_pre_hook(ArgumentHook(self, site, place), with_kwargs=True)
+            else:
+                handle = site.hooked.register_forward_hook(OutputHook(self, site, place))
+            self._handles.append(handle)
+            self._handles += [
+                each.register_forward_pre_hook(ExpertRowsHook(self, site, place, expert))
+                for expert, each in enumerate(site.experts)
+            ]
 
     def detach(self) -> None:
         self.close_window()
@@ -209,31 +188,37 @@ class ExpertLoadCounter:
         global _open_counter
         if not self._handles:
             return
-        self._real, self._may_hold, self._are_alike = forward.real_tokens, True, True
-        self._pending, self._pending_bytes, self._num_seen = [], 0, 0
+        of_decoder = forward.decoder_real_tokens if self._has_decoder else None
+        self._reals, self._may_hold = (forward.real_tokens, of_decoder), True
+        self._pending, self._pending_bytes, self._called, self._num_in_graph = [], 0, set(), 0
         self.is_open = True
         _open_counter = self
 
-    def seen(self, index: Tensor, *, is_compiled: bool = False) -> None:
-        """An experts module was given ``index``, (tokens, experts per token).
-
-        ``is_compiled``: the memory of a compiled graph, which its next call may write over.
-        """
-        if index.dim() != 2:
-            index = index.reshape(-1, index.shape[-1])
-        if self._pending and index.shape != self._pending[0].shape:
-            self._are_alike = False
-        self._pending.append(index)
-        self._pending_bytes += index.numel() * 8
-        self._may_hold &= not is_compiled
+    def seen(self, shown: Any, place: int) -> None:
+        """The site at ``place`` was called: ``shown`` is what its ``to_index`` reads. Nothing is computed here."""
+        self._called.add(place)
+        self._num_calls[place] += 1
+        self._pending.append((place, shown))
+        self._pending_bytes += shown.numel() * 8 if isinstance(shown, Tensor) else _num_bytes(shown)
         if self._pending_bytes > _MAX_PENDING_BYTES:
             self._count_pending()
+
+    def seen_in_graph(self, index: Tensor) -> None:
+        """A site was called inside a compiled graph, in the order of the sites; its next call may write over ``index``."""
+        place, self._num_in_graph = self._num_in_graph, self._num_in_graph + 1
+        self._may_hold = False
+        if place < len(self._sites):
+            self.seen(index, place)
+
+    def expert_called(self, place: int, expert: int, hidden_states: Tensor) -> None:
+        """An expert that is a module of its own was given rows."""
+        self._rows_of_experts[place][expert] += hidden_states.shape[:-1].numel()
 
     def close_window(self) -> None:
         """Close without counting (the forward was broken off, or the hooks go)."""
         global _open_counter
         self.is_open = False
-        self._pending, self._pending_bytes, self._real = [], 0, None
+        self._pending, self._pending_bytes, self._reals = [], 0, (None, None)
         if _open_counter is self:
             _open_counter = None
 
@@ -242,36 +227,32 @@ class ExpertLoadCounter:
         if not self.is_open:
             return
         try:
-            if self._can_be_held():
-                self._num_seen = len(self._pending)
-                self._hold(self._pending)
-            else:
-                self._count_pending()
+            self._count_pending(may_hold=self._may_hold)
             self._num_forwards += 1
-            self._num_complete += self._num_seen == len(self._sites)
+            in_graph_is_odd = self._num_in_graph not in (0, len(self._sites))
+            self._num_complete += len(self._called) == len(self._sites) and not in_graph_is_odd
         finally:
             self.close_window()
 
-    def _can_be_held(self) -> bool:
+    def _can_be_held(self, places: list[int], indices: list[Tensor]) -> bool:
         """The whole forward is here, small, and no view that keeps a larger tensor alive."""
-        indices = self._pending
         return (
-            len(indices) == len(self._sites)
-            and self._may_hold
-            and self._are_alike
-            and self._pending_bytes <= _MAX_HELD_BYTES
+            places == list(range(len(self._sites)))
+            and not self._is_mixed
+            and sum(index.nbytes for index in indices) <= _MAX_HELD_BYTES
+            and all(index.shape == indices[0].shape for index in indices)
             and indices[0].untyped_storage().nbytes() <= 2 * indices[0].nbytes
         )
 
     def _hold(self, indices: list[Tensor]) -> None:
         """Keep a whole forward, to be counted together with others like it."""
-        real, top_k = self._fitting_real(indices[0]), indices[0].shape[1]
+        real, top_k = self._fitting_real(0, indices[0]), indices[0].shape[1]
         kind = (top_k, real is None)
         if kind != self._held_kind:
             self._count_held()
             self._held_kind = kind
         self._held.append((indices, real))
-        self._held_bytes += self._pending_bytes
+        self._held_bytes += sum(index.nbytes for index in indices)
         if self._held_bytes > _MAX_HELD_BYTES or len(self._held) >= _MAX_HELD_FORWARDS:
             self._count_held()
 
@@ -280,21 +261,25 @@ class ExpertLoadCounter:
         if held:
             self._count(0, [indices for indices, _ in held], [real for _, real in held])
 
-    def _count_pending(self) -> None:
-        indices, first = self._pending, self._num_seen
-        self._pending, self._pending_bytes = [], 0
-        self._num_seen += len(indices)
-        if not indices or self._num_seen > len(self._sites):
-            return  # more calls than modules: the order no longer tells the layer; close_forward sees the mismatch
-        if self._are_alike:
-            self._count(first, [indices], [self._fitting_real(indices[0])])
+    def _count_pending(self, *, may_hold: bool = False) -> None:
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        if not pending:
+            return
+        places = [place for place, _ in pending]
+        indices = [_two_dimensional(self._sites[place].to_index(shown)) for place, shown in pending]
+        if may_hold and self._can_be_held(places, indices):
+            self._hold(indices)
+            return
+        alike = all(index.shape == indices[0].shape for index in indices) and not self._is_mixed
+        if alike and places == list(range(places[0], places[0] + len(places))):
+            self._count(places[0], [indices], [self._fitting_real(places[0], indices[0])])
         else:
-            for offset, index in enumerate(indices):
-                self._count(first + offset, [[index]], [self._fitting_real(index)])
+            for place, index in zip(places, indices, strict=True):
+                self._count(place, [[index]], [self._fitting_real(place, index)])
 
-    def _fitting_real(self, index: Tensor) -> Tensor | None:
+    def _fitting_real(self, place: int, index: Tensor) -> Tensor | None:
         """Which of the tokens that chose are real; ``None``: all, or nobody can say."""
-        real, num_tokens = self._real, index.shape[0]
+        real, num_tokens = self._reals[self._sites[place].is_decoder], index.shape[0]
         if real is None or real.numel() == num_tokens:
             return real
         self._odd_shape = (
@@ -321,6 +306,10 @@ class ExpertLoadCounter:
         # An index without an expert, scattered as it is, would write elsewhere or end a CUDA process.
         column = index.add_(1).clamp_(0, num_experts + 1).view(num_layers, -1)
         weights = self._ones[:, :1]
+        if self._sites[first].experts:
+            if self._all_rows is None:
+                self._all_rows = torch.zeros_like(self._counts)
+            self._all_rows[first : first + num_layers].scatter_add_(1, column, weights.expand_as(column))
         if known := [real.reshape(-1) for real in reals if real is not None]:
             real = known[0] if len(known) == 1 else torch.cat(known)
             weights = (real.view(-1, 1) * self._ones).view(1, -1)
@@ -333,26 +322,28 @@ class ExpertLoadCounter:
         ``num_non_padding_tokens``: counted independently over the same forwards, to check the sums against.
         """
         if self._unsupported is not None:
-            return self._not_recorded(
-                global_step,
-                f"{self._unsupported} does not show which experts it chose ({' or '.join(_INDEX_ARGUMENTS)})",
-            )
+            return self._not_recorded(global_step, why_not_shown(self._unsupported))
         if not self._sites:
             return None
         if self._num_forwards == 0:
             return None
         self._count_held()
-        if self._counts is None or self._num_complete == 0:
+        if self._counts is None:
             reason = (
                 f"{self._num_forwards} training forwards, and no complete pass over the {len(self._sites)} experts "
                 f"modules ({type(self._sites[0].module).__name__}) was seen: compiled before the callback attached, "
                 "a CUDA graph, or a replaced kernel"
             )
+            if not all(site.shows_choice_in_graph for site in self._sites):
+                reason += "; this family's choice cannot be read inside a compiled graph"
             self._reset()
             return self._not_recorded(global_step, reason)
         counts: list[list[int]] = self._counts.tolist()
+        if (wrong := self._wrongly_read()) is not None:
+            self._reset()
+            return self._not_recorded(global_step, wrong)
         tokens = [row[1 : 1 + site.num_experts] for row, site in zip(counts, self._sites, strict=True)]
-        num_without_expert = sum(sum(row) - sum(of_experts) for row, of_experts in zip(counts, tokens, strict=True))
+        num_without_expert = [sum(row) - sum(of_experts) for row, of_experts in zip(counts, tokens, strict=True)]
         status, doubt = self._judgement(tokens, num_without_expert, num_non_padding_tokens)
         self._reset()
         return ExpertLoad(
@@ -364,9 +355,26 @@ class ExpertLoadCounter:
             reason=doubt,
         )
 
+    def _wrongly_read(self) -> str | None:
+        """Of experts that are modules of their own: whether each was given the rows that its gate chose it for."""
+        if self._all_rows is None:
+            return None
+        chosen: list[list[int]] = self._all_rows.tolist()
+        for place, rows in self._rows_of_experts.items():
+            if chosen[place][1 : 1 + len(rows)] != rows:
+                name = self._sites[place].layer_name
+                return f"{name} does not run the {self._num_experts_per_tok} experts that its gate scores highest"
+        return None
+
     def _judgement(
-        self, tokens: list[list[int]], num_without_expert: int, num_non_padding_tokens: int | None
+        self, tokens: list[list[int]], num_without_expert: list[int], num_non_padding_tokens: int | None
     ) -> tuple[ExpertStatus, str | None]:
+        uncalled = [site.layer_name for site, calls in zip(self._sites, self._num_calls, strict=True) if calls == 0]
+        if uncalled:
+            return (
+                "partial",
+                f"{len(uncalled)} of {len(self._sites)} experts modules were not called, the first is {uncalled[0]}",
+            )
         if self._num_complete < self._num_forwards:
             missed = self._num_forwards - self._num_complete
             return (
@@ -375,17 +383,35 @@ class ExpertLoadCounter:
             )
         if self._odd_shape is not None:
             return "partial", self._odd_shape
-        if num_without_expert:
-            return "partial", f"{num_without_expert} choices name no expert of the model and are left out"
+        num_dropped = sum(count for count, site in zip(num_without_expert, self._sites, strict=True) if site.drops_tokens)
+        if num_strange := sum(num_without_expert) - num_dropped:
+            return "partial", f"{num_strange} choices name no expert of the model and are left out"
         if num_non_padding_tokens is not None and self._num_experts_per_tok is not None:
-            expected = num_non_padding_tokens * self._num_experts_per_tok
-            wrong = [site.layer_name for site, row in zip(self._sites, tokens, strict=True) if sum(row) != expected]
-            if wrong:
-                return (
-                    "partial",
-                    f"{len(wrong)} layers do not sum to tokens x top-k = {expected}, the first is {wrong[0]}",
-                )
-        return "recorded", None
+            sums = [sum(row) + dropped for row, dropped in zip(tokens, num_without_expert, strict=True)]
+            if (doubt := self._wrong_sums(sums, num_non_padding_tokens * self._num_experts_per_tok)) is not None:
+                return "partial", doubt
+        remarks = []
+        if num_dropped:
+            remarks.append(f"{num_dropped} choices were over an expert's capacity and dropped by the model")
+        if self.forced_by is not None:
+            remarks.append(f"routing is forced to be even ({self.forced_by}): not what the router would choose")
+        return "recorded", "; ".join(remarks) or None
+
+    def _wrong_sums(self, sums: list[int], expected: int) -> str | None:
+        """``sums``: choices of each layer; a layer that runs several times in a forward has as many times more."""
+        layers = list(zip(self._sites, sums, self._num_calls, strict=True))
+        of_decoder = {sum_ * self._num_forwards // calls for site, sum_, calls in layers if site.is_decoder}
+        of_others = {sum_ * self._num_forwards // calls for site, sum_, calls in layers if not site.is_decoder}
+        if of_decoder and of_others:
+            if len(of_decoder) == len(of_others) == 1 and of_decoder.pop() + of_others.pop() == expected:
+                return None
+            return f"the layers of encoder and decoder do not sum to tokens x top-k = {expected}"
+        if of_decoder:
+            return None  # the tokens of an encoder without experts are in ``expected`` too
+        wrong = [site.layer_name for site, sum_, calls in layers if sum_ * self._num_forwards != expected * calls]
+        if not wrong:
+            return None
+        return f"{len(wrong)} layers do not sum to tokens x top-k = {expected}, the first is {wrong[0]}"
 
     def _not_recorded(self, global_step: int, reason: str) -> ExpertLoad:
         return ExpertLoad(global_step=global_step, status="not_recorded", reason=reason)
@@ -393,5 +419,18 @@ class ExpertLoadCounter:
     def _reset(self) -> None:
         if self._counts is not None:
             self._counts.zero_()
+        if self._all_rows is not None:
+            self._all_rows.zero_()
+        self._num_calls = [0] * len(self._sites)
+        self._rows_of_experts = {place: [0] * len(site.experts) for place, site in enumerate(self._sites) if site.experts}
         self._num_forwards = self._num_complete = 0
         self._odd_shape = None
+
+
+def _two_dimensional(index: Tensor) -> Tensor:
+    return index if index.dim() == 2 else index.reshape(-1, index.shape[-1])
+
+
+def _num_bytes(shown: Any) -> int:
+    """Of the tensors that are kept until the choice is read from them."""
+    return sum(each.nbytes for each in shown if isinstance(each, Tensor)) if isinstance(shown, (tuple, list)) else 0

@@ -23,7 +23,7 @@ class ForwardCounters:
     ``on_error`` is given the error of a forward that failed; the error itself goes on to whom it belongs.
     """
 
-    def __init__(self, boundary: Boundary, on_error: Callable[[BaseException | None], None]) -> None:
+    def __init__(self, boundary: Boundary, on_error: Callable[[BaseException], None]) -> None:
         self._boundary = boundary
         self._window = ForwardWindow(self._open_forward, self._close_forward, on_error)
         self._tokens: TokenCounter | None = None
@@ -46,6 +46,8 @@ class ForwardCounters:
     def _attached_experts(self, model: Any) -> ExpertLoadCounter:
         experts = ExpertLoadCounter(functools.partial(self._boundary.call, "expert load"))
         experts.attach(model)
+        if experts.forced_by is not None:
+            _log.warning("ftcost: routing is forced to be even (%s): the expert load is not the router's", experts.forced_by)
         return experts
 
     def _drop_tokens(self) -> None:

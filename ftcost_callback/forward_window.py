@@ -11,10 +11,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+_IGNORED_LABEL: Final = -100  # where a label is padding
 
 
 class TrainingForward:
@@ -68,6 +70,14 @@ class TrainingForward:
         starts = self.sequence_starts
         positions = self._packed_positions
         return None if starts is None or positions is None else (positions != 0) | starts
+
+    @cached_property
+    def decoder_real_tokens(self) -> Tensor | None:
+        """(rows, length of the target) bool, of an encoder-decoder's decoder. ``None``: nothing says what is padding."""
+        labels, mask = self.tensor("labels"), self.tensor("decoder_attention_mask")
+        if labels is not None and labels.dim() == 2:
+            return labels != _IGNORED_LABEL
+        return mask != 0 if mask is not None and mask.dim() == 2 else None
 
     @property
     def packed_positions(self) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from ftcost_callback.expert_load import find_expert_sites
+from ftcost_callback.expert_sites import find_expert_sites
 
 _ADAPTER_NAMES: Final = re.compile(r"^lora_|^ia3_|^vera_")  # peft's containers, in which the adapters' modules lie
 _NOT_A_PART: Final = re.compile(r"(Layer|Block|Model|Stack|Encoder|Decoder|ForCausalLM|ForConditionalGeneration)$")
@@ -46,7 +46,7 @@ def layer_types(model: nn.Module) -> dict[nn.Module, str]:
     layers and of a layer around its parts. Of the module with the output head, what is left is the loss.
     """
     modules = dict(model.named_modules())
-    experts = {id(site.module) for site in find_expert_sites(model)}
+    experts = {id(modules[part]) for site in find_expert_sites(model) for part in site.parameter_modules}
     found: dict[nn.Module, str] = {}
     for name, module in modules.items():
         kind = "experts" if id(module) in experts else _layer_type(name, module, modules)

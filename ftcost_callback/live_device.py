@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from costmodel.catalog import find_gpu, list_gpus
 from costmodel.errors import AmbiguousNameError, UnknownNameError
+from costmodel.gpu_catalog import find_gpu, list_gpus
 from costmodel.specs import GpuSpec, parse_gpu
 
 # The driver reports a little less than the marketed capacity; a MIG slice or a vGPU reports much less.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from costmodel.catalog import find_model_config
 from costmodel.defaults import resolve
 from costmodel.hf_config import model_spec_from_config
+from costmodel.model_catalog import find_model_config
 from costmodel.specs import parse_job
 from costmodel.workload import Batch, hardware_flops, model_flops
 from ftcost_callback.recorder import StepAggregate

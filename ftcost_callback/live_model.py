@@ -113,10 +113,10 @@ def _lookup_only_params(model: Any) -> int:
 
 def _expert_groups(model: Any) -> Iterator[tuple[str, int, int | None]]:
     """(name prefix of all its parameters, experts, experts a token visits) of each MoE layer."""
-    from ftcost_callback.expert_load import find_expert_sites
+    from ftcost_callback.expert_sites import find_expert_sites
 
     top_k = _experts_per_token(getattr(model, "config", None))
-    sites = [(site.layer_name, site.num_experts) for site in find_expert_sites(model)]
+    sites = [(name, site.num_experts) for site in find_expert_sites(model) for name in site.parameter_modules]
     if not sites:  # transformers 4 keeps a ModuleList of experts
         sites = [
             (name, len(module))
@@ -141,7 +141,7 @@ def _experts_per_token(config: Any) -> int | None:
 
 def has_routed_experts(model: Any) -> bool:
     """Whether tokens are routed to experts in some layer."""
-    from ftcost_callback.expert_load import moe_class_name
+    from ftcost_callback.expert_sites import moe_class_name
 
     return moe_class_name(model) is not None
 

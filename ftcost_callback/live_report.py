@@ -19,7 +19,7 @@ from ftcost_callback.host_load import ProcessorWait
 from ftcost_callback.peak_memory import PeakMemory
 from ftcost_callback.projection import Projection, ProjectionInput, project
 from ftcost_callback.record_writer import RecordWriter
-from ftcost_callback.recorder import Pace, StepAggregate, StepRecorder
+from ftcost_callback.recorder import Pace, StepAggregate, StepRecorder, StepTiming
 from ftcost_callback.records import ExpertLoad, PauseKind, Step, Summary
 from ftcost_callback.reporting import Standing, completed_row, measured_of, mfu_and_hfu, summary_of, window_of
 from ftcost_callback.session_opening import Opened
@@ -73,6 +73,12 @@ class LiveReport:
 
     def spent_usd(self, elapsed_seconds: float) -> float | None:
         return self._opened.spending.usd(elapsed_seconds)
+
+    def steps_are_over(self, steps: Sequence[StepTiming]) -> None:
+        planned = self._opened.planned_tokens
+        if planned is not None:
+            for step in steps:
+                planned.seen(step.global_step, step.tokens.num_tokens)
 
     def make(
         self, row: Step | None, *, global_step: int, with_experts: bool, pauses_to_come: frozenset[PauseKind] = frozenset()
@@ -208,6 +214,7 @@ class LiveReport:
         before = prediction.first.estimate if prediction.first is not None and known else {}
         elapsed = recorder.elapsed_seconds
         earlier = self._earlier_pace()
+        planned = self._opened.planned_tokens
         expected = prediction.expected_tokens_per_step  # of all processes; what is measured is the main one's
         return ProjectionInput(
             steps_done=self._last_step,
@@ -216,9 +223,13 @@ class LiveReport:
             moments=recorder.moments,
             recent_step_seconds=recorder.recent_step_seconds,
             recent_num_tokens=recorder.recent_num_tokens,
+            window_means=recorder.windows.means,
             earlier_step_seconds=earlier.step_seconds if earlier is not None else (),
             earlier_num_tokens=earlier.num_tokens if earlier is not None else (),
             expected_tokens_per_step=expected / plan.num_replicas if expected is not None else None,
+            tokens_per_step_to_come=(
+                planned.mean_to_come(self._last_step, plan.max_steps) if planned is not None and plan.max_steps else None
+            ),
             pauses=tuple(
                 plan.pause_plan(
                     kind,

@@ -16,38 +16,34 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.dry_run import LONGEST_STEPS, dry_run_lines, say
-from ftcost_callback.forward_counters import ForwardCounters
 from ftcost_callback.gpu_watch import GpuWatch
 from ftcost_callback.live_report import LiveReport, Parts
 from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory
 from ftcost_callback.peak_memory import PeakMemory
+from ftcost_callback.process_run import FLUSH_SECONDS, ProcessRun
 from ftcost_callback.profiler_window import ProfilerWindow
-from ftcost_callback.record_writer import RecordWriter
-from ftcost_callback.recorder import StepRecorder
 from ftcost_callback.records import Pause, PauseKind, Step, Summary, TrainerLog
 from ftcost_callback.reporting import summary_of_all
-from ftcost_callback.run_file import Ledger, write_ledger
+from ftcost_callback.run_file import Ledger
 from ftcost_callback.session_opening import Opened, Training, open_session
 from ftcost_callback.session_plan import Identity, Plan, Settings
 from ftcost_callback.sinks.base import FanOut, Sink
 from ftcost_callback.sinks.console import ConsoleSink
-from ftcost_callback.step_resolution import StepResolution, step_row
-from ftcost_callback.training_watch import TrainingWatch
+from ftcost_callback.step_resolution import step_row
 
 _log = logging.getLogger("ftcost_callback")
 
-FLUSH_SECONDS: Final = 1.0  # a kill loses no more of the record than this
 REPORT_SECONDS: Final = 10.0  # a report at least this often, also between logging steps
 
 
-class LiveRun:
-    """``begin``; for each step ``step_begins``, ``micro_batch_ends``, ``step_ends``; ``pause`` after each pause; ``end``.
+class LiveRun(ProcessRun):
+    """``begin``; then as :class:`ProcessRun`.
 
     Training that breaks off is told by ``failed`` and ``abandon``.
     """
@@ -65,20 +61,14 @@ class LiveRun:
         order_note: str | None = None,
     ) -> None:
         """``order_note``: why the longest batch does not come first in a dry run."""
-        self.identity = identity
-        self._settings = settings
-        self._plan = plan
-        self._boundary = boundary
-        self._clock = clock
-        self._output_dir = Path(output_dir)
-        self._order_note = order_note
         skipped = settings.skip_first_steps
         if settings.dry_run_steps is not None and order_note is None:
             skipped = max(skipped, LONGEST_STEPS)  # they are not what steps usually are
-        self.recorder = StepRecorder(clock, window_steps=settings.window_steps, skip_first_steps=skipped)
-        self.counters = ForwardCounters(boundary, self.failed)
-        self.record = RecordWriter(boundary, clock)
-        self._steps = StepResolution(self.recorder, self.counters, boundary, clock)
+        super().__init__(
+            settings, identity, plan, boundary, output_dir=output_dir, clock=clock,
+            window_steps=settings.window_steps, skip_first_steps=skipped,
+        )  # fmt: skip
+        self._order_note = order_note
         self._profiler: ProfilerWindow | None = None
         self._gpu = GpuWatch(boundary, energy_joules=identity.earlier_energy_joules)
         self._peaks = PeakMemory()
@@ -89,7 +79,7 @@ class LiveRun:
         self._pauses_to_come: frozenset[PauseKind] = frozenset()
         self._step_ended_at = 0.0
         self._said_out_of_memory = False
-        self._watch: TrainingWatch | None = None
+        self._ran_out_with: str | None = None  # torch's message, until it is known whether a smaller batch is tried
 
     # --- the session begins -------------------------------------------------------------------------------------------
 
@@ -137,20 +127,8 @@ class LiveRun:
         atexit.register(self._interpreter_exits)
         self.pause("other")  # our own preparations
 
-    def watch_training(self, trainer: Any) -> None:
-        """``trainer`` has a loop of its own, which an exception may leave without an event."""
-        self._watch = watch = TrainingWatch(trainer, self.left, closely=self._is_profiling)
-        self.counters.on_forward = lambda: self._boundary.call("training watch", watch.look_closely)
-
-    def holds_another(self, trainer: Any) -> bool:
-        """Whether ``trainer`` begins inside this training."""
-        return self._watch is not None and self._watch.holds_another(trainer)
-
-    def epoch_begins(self) -> None:
-        if self._watch is not None:
-            self._boundary.call("training watch", self._watch.epoch_begins)
-
-    def _is_profiling(self) -> bool:
+    def _looks_closely(self) -> bool:
+        """A profiler that is left running slows down whatever comes next."""
         return not self._steps.in_step or (self._profiler is not None and self._profiler.is_profiling)
 
     def _attach_counters(self, model: Any, notes: list[str]) -> None:
@@ -174,49 +152,10 @@ class LiveRun:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step_begins(self, *, awaits_batch: bool = False) -> None:
-        """The batches of the next step have arrived; ``awaits_batch``: they are waited for until its first forward."""
-        self._steps.begins(awaits_batch=awaits_batch)
-        if self._watch is not None:
-            self._boundary.call("training watch", self._watch.step_begins)
+        super().step_begins(awaits_batch=awaits_batch)
         if self._profiler is not None and not self._profiler.is_over:
             profiler, step = self._profiler, self._steps.last_step + 1
             self._boundary.call("profiler", lambda: profiler.step_begins(step))
-
-    def micro_batch_ends(self) -> None:
-        """A micro-batch that is not the step's last has ended."""
-        self._steps.micro_batch_ends()
-
-    def waited_for_data(self, seconds: float) -> None:
-        """For a batch that is not the first of its step."""
-        self._steps.waited_for_data(seconds)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Of the step that is being done, so far."""
-        return self._steps.num_micro_batches
-
-    def labels_seen(self, labels: Sequence[Any]) -> None:
-        """Those of the step's batches, for a model that is not given them."""
-        self._boundary.call("token counter", lambda: self.counters.labels_seen(labels))
-
-    def optimizer_begins(self) -> None:
-        """The gradients are complete."""
-        self._steps.phase_begins("optimizer")
-
-    def optimizer_ends(self) -> None:
-        self._steps.phase_begins("other")
-
-    def rollout_begins(self) -> None:
-        """What the step trains on is being generated, and then scored."""
-        self._boundary.call("rollouts", self._steps.rollout_begins)
-
-    def rollout_ends(self) -> None:
-        self._boundary.call("rollouts", self._steps.rollout_ends)
-
-    @property
-    def in_step(self) -> bool:
-        """Between the begin and the end of a step: what is logged there is the user's own affair."""
-        return self._steps.in_step
 
     def step_ends(self, global_step: int, *, pauses_to_come: frozenset[PauseKind] = frozenset()) -> bool:
         """The optimizer has stepped; ``pauses_to_come`` follow it. True: training should stop (and save)."""
@@ -278,12 +217,14 @@ class LiveRun:
         )
 
     def _resolved_rows(self, *, wait: bool) -> list[Step]:
-        spent_usd = self._begun.spent_usd
+        report, resolved = self._begun, self._steps.resolve(wait=wait)
+        report.steps_are_over([timing for _, timing in resolved])
+        spent_usd = report.spent_usd
         return [
             step_row(
                 step, timing, session_index=self.identity.session_index, spent_usd=spent_usd(timing.elapsed_seconds)
             )
-            for step, timing in self._steps.resolve(wait=wait)
+            for step, timing in resolved
         ]  # fmt: skip
 
     # --- pauses -------------------------------------------------------------------------------------------------------
@@ -320,14 +261,7 @@ class LiveRun:
 
     def save_ledger(self, checkpoint_dir: Path) -> None:
         """Beside the checkpoint just written."""
-
-        def write() -> None:
-            if checkpoint_dir.is_dir():
-                write_ledger(checkpoint_dir, self.ledger())
-
-        self.record.write_what_waits(global_step=self._steps.last_step)  # the ledger and the record agree
-        self.record.flush()
-        self._boundary.call("checkpoint ledger", write)
+        self._write_ledger(checkpoint_dir, self.ledger)
 
     def ledger(self) -> Ledger:
         report, totals = self._begun, self.recorder.totals
@@ -389,18 +323,25 @@ class LiveRun:
         )
         say(lines)
 
+    def epoch_failed(self, error: BaseException) -> None:
+        if self._may_be_retried and is_out_of_memory(error):
+            self._ran_out_with = str(error)  # not the error, whose frames hold the memory that the next try needs
+        else:
+            self.failed(error)
+
     def failed(self, error: BaseException | None, *, retried_with: int | None = None) -> None:
         """Training broke off with ``error``. When memory ran out, the record says why; the error itself goes on."""
         if self._profiler is not None:
             self._boundary.call("profiler", self._profiler.close)  # who catches the error goes on without it
-        if self._said_out_of_memory or not (is_out_of_memory(error) or retried_with is not None):
+        message = str(error) if is_out_of_memory(error) else self._ran_out_with
+        if self._said_out_of_memory or (message is None and retried_with is None):
             return
         self._said_out_of_memory = True
 
         def explain() -> None:
             failure = Failure(
                 global_step=self._steps.last_step + 1,
-                message=str(error) if error is not None else "",
+                message=message or "",
                 batch_shape=self.counters.batch_shape,
                 job=self._opened.job if self._opened is not None else None,
                 retried_with=retried_with,
@@ -416,6 +357,7 @@ class LiveRun:
         """Training was left without a word: nothing of ours stays in the process but the record, for :meth:`abandon`."""
         if self._profiler is not None:
             self._boundary.call("profiler", self._profiler.close)
+        self._let_go_of_epochs()
         self._boundary.call("token counter", self.counters.detach)
         self._boundary.call("GPU sampler", self._gpu.close)
         self._boundary.call("end of training", self._write_what_is_known)
@@ -463,14 +405,6 @@ class LiveRun:
 
         self._boundary.call("end of the program", write)
 
-    def release(self) -> None:
-        """Hooks, thread and file are gone. May be called at any time, more than once."""
-        atexit.unregister(self._interpreter_exits)
-        if self._watch is not None:
-            self._watch.close()
-        stop_profiler = (self._profiler.close,) if self._profiler is not None else ()
-        for let_go in (self.counters.detach, self._gpu.close, self.record.close, *stop_profiler):
-            try:
-                let_go()
-            except Exception:
-                _log.debug("ftcost: letting go failed", exc_info=True)
+    def _releases(self) -> list[Callable[[], None]]:
+        stop_profiler = [self._profiler.close] if self._profiler is not None else []
+        return [*super()._releases(), self._gpu.close, *stop_profiler]

@@ -24,6 +24,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Literal, TypeVar
 
@@ -43,10 +44,13 @@ from ftcost_callback.arguments import (
 )
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.live_run import LiveRun
+from ftcost_callback.planned_tokens import planned_tokens
 from ftcost_callback.rank_run import RankRun
 from ftcost_callback.records import PauseKind, is_number
+from ftcost_callback.resuming import loop_identity, loop_rank_identity
+from ftcost_callback.run_file import read_ledger, run_file_path
 from ftcost_callback.session_opening import Training
-from ftcost_callback.session_plan import Identity, Plan, new_run_id, num_machines
+from ftcost_callback.session_plan import Plan, num_machines
 from ftcost_callback.sinks.base import Sink
 from ftcost_callback.training_watch import let_go_of_left_trainings
 
@@ -68,7 +72,11 @@ class FTCostMonitor:
     micro-batch, if it is not the loader's. ``gradient_accumulation_steps``: micro-batches of a step. ``mixed_precision``:
     "bf16" or "fp16" under autocast. ``accelerator``: accelerate's, which knows the last two. ``max_length``: tokens a sample
     is cut at. ``eval_every``, ``save_every``: steps between evaluations and checkpoints that ``pause`` will be put around,
-    for the projection. ``report_every_steps``: between reports to console and trackers. ``start_step``: steps done before.
+    for the projection. ``report_every_steps``: between reports to console and trackers.
+
+    ``start_step``: steps done before, by an earlier process: the run that is recorded in ``output_dir`` goes on with another
+    session, its time, tokens and dollars on board. ``resume_from``: where that record is not at hand, the checkpoint's
+    folder, in which :meth:`save_ledger` left what the run had taken; it knows its step.
 
     All else as in :class:`FTCostCallback`. Raises :class:`CostModelError` for a wrong argument; after construction it never
     raises, and the loop's own exceptions pass through it.
@@ -91,6 +99,7 @@ class FTCostMonitor:
         save_every: int | None = None,
         report_every_steps: int = 10,
         start_step: int = 0,
+        resume_from: str | os.PathLike[str] | None = None,
         usd_per_gpu_hour: float | None = None,
         cloud: str | None = None,
         tier: Literal["on_demand", "spot", "reserved", "community"] | None = None,
@@ -112,6 +121,7 @@ class FTCostMonitor:
         gpu: str | Mapping[str, Any] | GpuSpec | None = None,
         output_dir: str | os.PathLike[str] = "trainer_output",
     ) -> None:
+        given = locals()  # the arguments by name
         for name, value in (
             ("num_steps", num_steps),
             ("batch_size", batch_size),
@@ -127,6 +137,9 @@ class FTCostMonitor:
             raise CostModelError(f"num_epochs must be a number above 0, got {num_epochs!r}")
         if not is_whole(start_step, at_least=0):
             raise CostModelError(f"start_step must be a whole number from 0 on, got {start_step!r}")
+        self._resume_from = given_folder(resume_from, "resume_from") if resume_from is not None else None
+        if self._resume_from is not None:
+            start_step = _step_of_ledger(self._resume_from, start_step)
         if mixed_precision is not None and mixed_precision not in _PRECISIONS:
             raise CostModelError(f"mixed_precision must be one of {', '.join(_PRECISIONS)}, got {mixed_precision!r}")
         if not isinstance(model, nn.Module):
@@ -135,25 +148,7 @@ class FTCostMonitor:
             raise CostModelError(
                 f"accelerator must be accelerate's Accelerator, got {accelerator!r}; leave it out without one"
             )
-        self._settings = checked_settings(
-            usd_per_gpu_hour=usd_per_gpu_hour,
-            cloud=cloud,
-            tier=tier,
-            budget_usd=budget_usd,
-            budget_hours=budget_hours,
-            stop_at_budget=stop_at_budget,
-            window_steps=window_steps,
-            skip_first_steps=skip_first_steps,
-            predict=predict,
-            calibration=calibration,
-            profile_steps=profile_steps,
-            sample_period_seconds=sample_period_seconds,
-            expert_load=expert_load,
-            wandb_every=wandb_every,
-            detail=detail,
-            peak_flops_per_second=peak_flops_per_second,
-            gpu=gpu,
-        )
+        self._settings = checked_settings(given)
         self._billing = BillingStart(billing_started_at)
         self._loop = _Loop(
             model=model,
@@ -220,13 +215,21 @@ class FTCostMonitor:
             device=loop.device,
             steps_done=self._start_step,
             read_job=lambda: loop.job(gpu=self._settings.gpu),
+            plan_tokens=lambda: planned_tokens(
+                loop.train_loader,
+                accumulation=loop.accumulation_steps,
+                max_steps=loop.max_steps,
+                num_processes=world_size,
+            ),
             forwards_are_micro_batches=True,
         )
         now = self._wall_clock()
         if rank != 0:
             self._run = rank_run = RankRun(
                 self._settings,
-                Identity(run_id=""),
+                loop_rank_identity(
+                    self._output_dir, rank=rank, from_step=self._start_step, checkpoint_dir=self._resume_from
+                ),
                 plan,
                 self._boundary,
                 rank=rank,
@@ -238,7 +241,12 @@ class FTCostMonitor:
         else:
             self._run = live_run = LiveRun(
                 self._settings,
-                Identity(run_id=new_run_id(), resumed_from_step=self._start_step or None),
+                loop_identity(
+                    self._output_dir,
+                    from_step=self._start_step,
+                    checkpoint_dir=self._resume_from,
+                    num_processes=world_size,
+                ),
                 plan,
                 self._boundary,
                 sinks=self._sinks,
@@ -382,7 +390,24 @@ class FTCostMonitor:
                 _log.warning("ftcost: a pause between a forward and its step() counts as a part of that step")
             return
         self._run.pause(kind)
+        if kind == "save":
+            self._run.save_ledger(self._own_folder)
         self._next_step()
+
+    def save_ledger(self, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Beside the checkpoint just written: what the run has taken, for ``resume_from=`` on another machine.
+
+        On every process. It is not needed where ``output_dir`` stays at hand.
+        """
+        folder = Path(given_folder(checkpoint_dir, "checkpoint_dir"))
+        if not folder.is_dir():
+            _log.warning("ftcost: there is no folder %s, so no ledger is written; save the checkpoint first", folder)
+        elif (run := self._run) is not None:
+            self._boundary.call(_MONITOR, lambda: run.save_ledger(folder))
+
+    @property
+    def _own_folder(self) -> Path:
+        return run_file_path(self._output_dir).parent
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -393,6 +418,7 @@ class FTCostMonitor:
         if error is not None and isinstance(run, LiveRun):
             run.failed(error)
         run.end()
+        run.save_ledger(self._own_folder)
 
     def _release(self) -> None:
         handles, self._handles = self._handles, []
@@ -509,6 +535,21 @@ class _Loop:
         if max_steps is None and self.num_epochs is None:
             del job["num_train_epochs"]
         return job
+
+
+def _step_of_ledger(folder: str | os.PathLike[str], start_step: int) -> int:
+    """Raises :class:`CostModelError` where there is none, or it is of another step."""
+    ledger = read_ledger(folder)
+    if ledger is None:
+        raise CostModelError(
+            f"resume_from: there is no ledger of ours in {folder} (monitor.save_ledger writes one beside a checkpoint); "
+            "give start_step= instead to go on with the run recorded in output_dir"
+        )
+    if start_step not in (0, ledger.global_step):
+        raise CostModelError(
+            f"start_step is {start_step}, and the ledger in {folder} is of step {ledger.global_step}; leave one of them out"
+        )
+    return ledger.global_step
 
 
 def _optimizers(given: Any) -> tuple[Any, ...]:

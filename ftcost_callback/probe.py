@@ -12,6 +12,7 @@ On a CPU this is run in the tests. The part for CUDA is written from torch's doc
 from __future__ import annotations
 
 import datetime
+import operator
 import statistics
 import sys
 import time
@@ -26,8 +27,9 @@ from ftcost_callback.live_device import device_facts, versions
 _MATMUL_SIZE: Final = 1024  # 2.1 GFLOP: large enough for every core, small enough to repeat
 _CUDA_MATMUL_SIZE: Final = 8192  # 1.1 TFLOP
 _MANY_ROWS: Final = 1024
-_FEW_ROWS: Final = (16, 64)  # of products that are held against those of many rows
 _PRODUCT_WIDTH: Final = 512
+_SMALL_PRODUCTS: Final = ((16, 512), (64, 512), (192, 128))  # (rows, width): few rows, narrow weights
+_LARGEST_HALF_SIZE: Final = 4096.0
 _PRODUCT_BYTES: Final = 96 * 2**20  # of operands, beyond most caches
 _COPY_BYTES: Final = 2**28  # far beyond any cache
 _MIB: Final = 2**20
@@ -49,6 +51,7 @@ _SMALL_TENSORS: Final = 64
 _QUANTIZED_SIZE: Final = 2048
 _FEWEST_REPEATS: Final = 3
 _LAYERS: Final = 4  # of a tiny model
+_LINEAR_BYTES: Final = _MIB  # of a small linear's weight, about what a core's own cache holds
 _SMALL: Final = 8
 _BUSY: Final = 0.05  # share of the probe that waited for a processor, from which it is said
 # Shares of the time.
@@ -123,7 +126,11 @@ def probe_cpu(
         bf16 = bench.matmul_rate(torch.bfloat16, "bf16", _MATMUL_SIZE)
         bandwidth = bench.copy_rate(_COPY_BYTES)
         probed = bench.rates()
-        per_operator = bench.seconds_per_operator()
+        per_operator = None
+        if (by_pass := bench.seconds_per_operator_by_pass()) is not None:
+            probed["forward_seconds_per_operator"], probed["backward_seconds_per_operator"] = by_pass
+            counted = _counted_operators()
+            per_operator = sum(map(operator.mul, by_pass, counted)) / sum(counted)
         probed["dequantisation_seconds_per_weight"] = bench.dequantisation()
     finally:
         torch.set_num_threads(threads_before)
@@ -152,7 +159,7 @@ def probe_cuda(device: str = "cuda", *, seconds: float = 20.0, say: _Say | None 
     """
     import torch
 
-    from costmodel.catalog import find_gpu
+    from costmodel.gpu_catalog import find_gpu
 
     say = say if say is not None else _to_stderr
     where = torch.device(device)
@@ -255,14 +262,14 @@ class _Bench:
     def rates(self) -> dict[str, Any]:
         """What a step on a CPU has beside large products."""
         self.say("ftcost: small products, element-wise operators")
-        rate, half_rows = self.products()
+        rate, half_size = self.products()
         elementwise = [(size, self.elementwise_rate(size)) for size in _ELEMENTWISE_BYTES]
         self.say("ftcost: attention, loss, optimizer")
         attention = [(tokens, self.attention_rate(tokens)) for tokens in _ATTENTION_TOKENS]
         loss = [(4 * tokens * _LOSS_VOCABULARY, self.loss_seconds_per_logit(tokens)) for tokens in _LOSS_TOKENS]
         return {
             "matmul_flops_per_second": rate,
-            "matmul_half_rows": half_rows,
+            "matmul_half_size": half_size,
             "elementwise_bytes_per_second": elementwise,
             "attention_flops_per_second": attention,
             "loss_seconds_per_logit": loss,
@@ -272,15 +279,14 @@ class _Bench:
         }
 
     def products(self) -> tuple[float, float]:
-        """(FLOP/s of fp32 products of many rows, rows h such that M rows run at M / (M + h) of it).
+        """(FLOP/s that fp32 products approach, size h of a dimension at which half of it is reached).
 
-        Each product has operands that no cache holds, as layer after layer does: forward, both gradients.
+        Each product has operands that no cache holds, as layer after layer does: forward, both gradients. A dimension D is
+        taken to cost what D + h would; h is the mean of what few rows and what narrow weights give.
         """
         import torch
 
-        width = _PRODUCT_WIDTH
-
-        def rate(rows: int) -> float:
+        def seconds(rows: int, width: int) -> float:
             number = max(3, _PRODUCT_BYTES // (4 * width * (width + 2 * rows)))
             weights = [self.full(width, width) for _ in range(number)]
             inputs = [self.full(rows, width) for _ in range(number)]
@@ -295,12 +301,14 @@ class _Bench:
                     torch.mm(out.t(), given, out=weight)
                     given.fill_(0.5)  # else the numbers grow without bound
 
-            return 6.0 * rows * width**2 * number / self.usual_seconds(work, _SHARES["products"] / (1 + len(_FEW_ROWS)))
+            return self.usual_seconds(work, _SHARES["products"] / (1 + len(_SMALL_PRODUCTS))) / (3 * number)
 
         with torch.no_grad():
-            many = rate(_MANY_ROWS)
-            halves = [rows * (many / rate(rows) - 1.0) for rows in _FEW_ROWS]
-        return many, max(0.0, sum(halves) / len(halves))
+            large = (_MANY_ROWS, _PRODUCT_WIDTH)
+            of_large = seconds(*large)
+            halves = [_half_size(seconds(*small) / of_large, small, large) for small in _SMALL_PRODUCTS]
+        half = sum(halves) / len(halves)
+        return _padded_flops(large, half) / of_large, half
 
     def elementwise_rate(self, num_bytes: int) -> float:
         """Bytes each second of a chain of products of tensors of ``num_bytes``: read one result, read an operand, write."""
@@ -376,7 +384,61 @@ class _Bench:
         """
         import torch
 
-        from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS
+        made = self._tiny_model()
+        if made is None:
+            return None
+        model, ids = made
+        large = self.full(_MATMUL_SIZE, _MATMUL_SIZE)
+        with torch.enable_grad():
+            taken = self.usual_seconds(
+                lambda: model(input_ids=ids, labels=ids).loss.backward(),
+                _SHARES["operator"],
+                between=lambda: torch.mm(large, large),  # a step's own products put other things into the caches
+            )
+        return taken / sum(_counted_operators())
+
+    def seconds_per_operator_by_pass(self) -> tuple[float, float] | None:
+        """The same (of the forward, which Python dispatches; of the backward, which autograd does), on a CPU.
+
+        Before each linear the caches are filled with something else, as the products of a step do; that is not counted.
+        """
+        import torch
+
+        made = self._tiny_model()
+        if made is None:
+            return None
+        model, ids = made
+        large, operands = self.full(_MATMUL_SIZE, _MATMUL_SIZE), self.full(_LINEAR_BYTES // 4)
+        hidden = 0.0
+        forwards: list[float] = []
+        backwards: list[float] = []
+
+        def fill_caches(*_: Any) -> None:
+            nonlocal hidden
+            before = self.clock()
+            operands.mul_(1.0)
+            hidden += self.clock() - before
+
+        def work() -> None:
+            nonlocal hidden
+            hidden, before = 0.0, self.clock()
+            loss = model(input_ids=ids, labels=ids).loss
+            between = self.clock()
+            forwards.append(between - before - hidden)
+            loss.backward()
+            backwards.append(self.clock() - between)
+
+        for each in model.modules():
+            if isinstance(each, torch.nn.Linear):
+                each.register_forward_pre_hook(fill_caches)
+        with torch.enable_grad():
+            self.usual_seconds(work, _SHARES["operator"], between=lambda: torch.mm(large, large))
+        of_forward, of_backward = _counted_operators()
+        return statistics.median(forwards[1:]) / of_forward, statistics.median(backwards[1:]) / of_backward
+
+    def _tiny_model(self) -> tuple[Any, Any] | None:
+        """(Llama whose arithmetic is next to nothing, token ids); ``None`` without transformers."""
+        import torch
 
         self.say("ftcost: cost of an operator")
         try:
@@ -388,17 +450,9 @@ class _Bench:
             vocab_size=_SMALL, hidden_size=_SMALL, intermediate_size=_SMALL, num_hidden_layers=_LAYERS,
             num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=_SMALL, pad_token_id=0,
         )  # fmt: skip
-        ids = torch.zeros(1, _SMALL // 2, dtype=torch.long, device=self.device)
-        large = self.full(_MATMUL_SIZE, _MATMUL_SIZE)
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             model = LlamaForCausalLM(config).to(self.device)
-            taken = self.usual_seconds(
-                lambda: model(input_ids=ids, labels=ids).loss.backward(),
-                _SHARES["operator"],
-                between=lambda: torch.mm(large, large),  # a step's own products put other things into the caches
-            )
-        number = sum(MODEL_OPERATORS) + _LAYERS * sum(LAYER_OPERATORS)
-        return taken / number
+        return model, torch.zeros(1, _SMALL // 2, dtype=torch.long, device=self.device)
 
     def dequantisation(self) -> dict[str, float] | None:
         """Seconds of a weight from NF4 codes to bf16; ``None`` where bitsandbytes is not installed or refuses."""
@@ -437,6 +491,34 @@ class _Bench:
         return int(total - free - torch.cuda.memory_reserved(self.device))
 
 
+def _counted_operators() -> tuple[int, int]:
+    """(forward, backward) operators that the time model counts for the tiny model."""
+    from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS
+
+    of_forward, of_backward = (
+        of_model + _LAYERS * of_layer for of_model, of_layer in zip(MODEL_OPERATORS, LAYER_OPERATORS, strict=True)
+    )
+    return of_forward, of_backward
+
+
+def _padded_flops(shape: tuple[int, int], half: float) -> float:
+    """FLOPs of (rows x width) · (width x width), each dimension longer by ``half``."""
+    rows, width = shape
+    return 2.0 * (rows + half) * (width + half) ** 2
+
+
+def _half_size(ratio: float, small: tuple[int, int], large: tuple[int, int]) -> float:
+    """The ``half`` at which the seconds of ``small`` are ``ratio`` times those of ``large``; 0 where it takes even less."""
+    low, high = 0.0, _LARGEST_HALF_SIZE  # the ratio of the padded FLOPs grows with it
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _padded_flops(small, middle) / _padded_flops(large, middle) < ratio:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def summary(spec: Mapping[str, Any]) -> str:
     """What was measured, in a few lines."""
     probed = spec.get("probed", {})
@@ -444,7 +526,7 @@ def summary(spec: Mapping[str, Any]) -> str:
     for label, value, unit, scale in (
         ("matrix products, fp32", spec.get("measured_fp32_matmul_flops_per_second"), "GFLOP/s", 1e-9),
         ("matrix products, bf16", spec.get("measured_bf16_matmul_flops_per_second"), "GFLOP/s", 1e-9),
-        ("products as a step has them, fp32", probed.get("matmul_flops_per_second"), "GFLOP/s", 1e-9),
+        ("products in a step approach, fp32", probed.get("matmul_flops_per_second"), "GFLOP/s", 1e-9),
         ("memory bandwidth", spec.get("memory_bandwidth_bytes_per_second"), "GB/s", 1e-9),
         ("an operator", spec.get("seconds_per_operator"), "us", 1e6),
         ("NF4 to bf16", probed.get("dequantisation_seconds_per_weight", {}).get("nf4"), "ns a weight", 1e9),

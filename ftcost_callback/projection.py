@@ -37,6 +37,11 @@ _MAX_EXTRAPOLATION_SPREAD: Final = 0.8
 _NOTABLE_WAIT: Final = 0.05  # waiting for a processor below this share of the time is left to the measured noise
 _UNMEASURED_PAUSE_STEPS: Final = 10.0  # the band's upper end takes an unknown pause as this many steps
 
+_SHORTEST_STEP_SECONDS: Final = 1e-9  # below it nothing was measured, and squares lose their digits
+_MAX_WINDOWS: Final = 32
+_QUARTERS: Final = 4
+_MIN_WINDOWS_IN_QUARTER: Final = 2
+
 _MIN_STEPS_FOR_TREND: Final = 8
 _TREND_T: Final = 4.5  # |t| of a slope over the step index: one false alarm in 1e5 looks
 _MIN_STEPS_FOR_SHIFT: Final = 10
@@ -97,6 +102,34 @@ class StepMoments:
         return self.count * (self.count**2 - 1) / 12
 
 
+class StepWindows:
+    """Seconds and tokens over windows of equally many measured steps, for how the speed itself drifts. Flat in memory:
+    when there are ``_MAX_WINDOWS``, neighbours are joined."""
+
+    def __init__(self) -> None:
+        self._windows: list[tuple[float, float]] = []
+        self._size = 1
+        self._seconds = self._tokens = 0.0
+        self._count = 0
+
+    def add(self, step_seconds: float, num_tokens: float | None) -> None:
+        self._seconds += step_seconds
+        self._tokens += num_tokens or 0.0
+        self._count += 1
+        if self._count == self._size:
+            self._windows.append((self._seconds / self._size, self._tokens / self._size))
+            self._seconds, self._tokens, self._count = 0.0, 0.0, 0
+        if len(self._windows) == _MAX_WINDOWS:
+            pairs = zip(self._windows[::2], self._windows[1::2], strict=True)
+            self._windows = [((a[0] + b[0]) / 2, (a[1] + b[1]) / 2) for a, b in pairs]
+            self._size *= 2
+
+    @property
+    def means(self) -> tuple[tuple[float, float], ...]:
+        """(seconds, tokens) of a step, window by window, oldest first."""
+        return tuple(self._windows)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PausePlan:
     """One kind of pause: what it took so far and how often it still comes."""
@@ -117,6 +150,7 @@ class ProjectionInput:
     moments: StepMoments = StepMoments()
     recent_step_seconds: tuple[float, ...] = ()  # the last measured steps of this session, oldest first
     recent_num_tokens: tuple[float, ...] = ()  # the same steps' tokens, or empty
+    window_means: tuple[tuple[float, float], ...] = ()  # (seconds, tokens) of a step, over the session (StepWindows)
     # The last steps of the session before, on this machine: they count until there are as many of this session.
     earlier_step_seconds: tuple[float, ...] = ()
     earlier_num_tokens: tuple[float, ...] = ()
@@ -124,6 +158,8 @@ class ProjectionInput:
     # the tokens seen, which the moments already hold.
     expected_tokens_per_step: float | None = None
     expected_tokens_relative_error: float = 0.01
+    # Of the steps behind ``steps_done``, for certain: data set and order are known, and have given the tokens seen so far.
+    tokens_per_step_to_come: float | None = None
     pauses: tuple[PausePlan, ...] = ()
     spent_usd: float | None = None  # so far, when earlier sessions had another price; else elapsed x usd_per_hour
     usd_per_hour: float | None = None  # of the whole job (all its GPUs)
@@ -328,9 +364,10 @@ def _step_seconds_to_come(known: ProjectionInput, remaining_steps: int) -> _Mean
     squares = max(0.0, moments.seconds_squares - explained)
     step_variance = (squares + (_PRIOR_STEP_SPREAD * mean) ** 2) / moments.count
     independent_steps = moments.count / _correlation_factor(known, seconds_per_token)
-    variance = step_variance / independent_steps + token_variance
+    variance = step_variance / independent_steps
     if remaining_steps > 0:
         variance += step_variance / remaining_steps
+    variance = max(variance, _drift_variance(known, seconds_per_token)) + token_variance
 
     shift = 0.0 if note is not None else _recent_shift(known, seconds_per_token, math.sqrt(step_variance))
     if shift:
@@ -347,7 +384,7 @@ def _seconds_per_token(moments: StepMoments) -> float:
 
 def _elasticity(moments: StepMoments) -> tuple[float, float]:
     """(relative change of a step's seconds for a relative change of its tokens, its standard deviation)."""
-    if moments.mean_seconds <= 0:
+    if moments.mean_seconds < _SHORTEST_STEP_SECONDS:
         return 0.0, 0.0
     spread = moments.tokens_squares / moments.mean_tokens**2
     together = moments.seconds_by_tokens / (moments.mean_tokens * moments.mean_seconds)
@@ -359,13 +396,16 @@ def _elasticity(moments: StepMoments) -> tuple[float, float]:
 
 
 def _tokens_to_come(known: ProjectionInput, remaining_steps: int) -> _Mean:
-    """Mean tokens of a step still to come: from the steps seen, from what the lengths promised, or from both."""
+    """Mean tokens of a step still to come: known, from the steps seen, from what the lengths promised, or from both."""
     moments = known.moments
     seen = moments.mean_tokens
     expected = known.expected_tokens_per_step
     trend = _trend(moments, moments.tokens_by_index, moments.tokens_squares)
+    direction = "growing" if trend is not None and trend > 0 else "shrinking"
+    if known.tokens_per_step_to_come is not None:
+        note = f"sequences are {direction}; the tokens of the rest are known" if trend is not None else None
+        return _Mean(known.tokens_per_step_to_come, 0.0, note)
     if trend is not None:
-        direction = "growing" if trend > 0 else "shrinking"
         now = seen + trend * (moments.count - 1) / 2
         if expected is not None and expected >= 1 and remaining_steps > 0:
             # What the lengths promised for the run, less what has been used up.
@@ -449,6 +489,23 @@ def _correlation_factor(known: ProjectionInput, seconds_per_token: float) -> flo
     together = sum(first * second for first, second in itertools.pairwise(residuals))
     correlation = min(0.8, max(0.0, together / squares))
     return (1 + correlation) / (1 - correlation)
+
+
+def _drift_variance(known: ProjectionInput, seconds_per_token: float) -> float:
+    """Of the mean of the steps to come around that of the steps seen, by the means of the session's four quarters.
+
+    Where steps differ by chance alone, quarters differ by as much as single steps let expect, and this falls with their
+    number. Where the machine's own speed drifts, quarters differ by more, and the rest may differ from all of them alike:
+    the mean of four has a quarter of their variance, and so has the rest's.
+    """
+    size = len(known.window_means) // _QUARTERS
+    if size < _MIN_WINDOWS_IN_QUARTER:
+        return 0.0
+    at_equal_tokens = [seconds - seconds_per_token * tokens for seconds, tokens in known.window_means[-_QUARTERS * size :]]
+    means = [sum(at_equal_tokens[place * size :][:size]) / size for place in range(_QUARTERS)]
+    mean = sum(means) / _QUARTERS
+    variance = 2 * sum((each - mean) ** 2 for each in means) / (_QUARTERS - 1) / _QUARTERS
+    return variance * (_student_quantile(_QUARTERS - 1) / _NORMAL_QUANTILE) ** 2  # four values tell a variance badly
 
 
 def _student_quantile(degrees_of_freedom: int) -> float:

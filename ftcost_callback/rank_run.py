@@ -12,30 +12,26 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ftcost_callback.boundary import Boundary
-from ftcost_callback.forward_counters import ForwardCounters
+from ftcost_callback.process_run import FLUSH_SECONDS, ProcessRun
 from ftcost_callback.ranks import last_session
-from ftcost_callback.record_writer import RecordWriter
-from ftcost_callback.recorder import StepRecorder
 from ftcost_callback.records import ExpertLoad, PauseKind, RankSession, Row, Step
-from ftcost_callback.run_file import Ledger, run_file_path, write_ledger
+from ftcost_callback.run_file import Ledger, run_file_path
 from ftcost_callback.session_opening import Training
 from ftcost_callback.session_plan import Identity, Plan, Settings
-from ftcost_callback.step_resolution import StepResolution, step_row
-from ftcost_callback.training_watch import TrainingWatch
+from ftcost_callback.step_resolution import step_row
 
 _log = logging.getLogger("ftcost_callback")
 
-FLUSH_SECONDS: Final = 1.0
 LOOK_SECONDS: Final = 60.0
 """A shared disk may show the main process's rows late; after this, rows are written without the name of their run."""
 
 
-class RankRun:
+class RankRun(ProcessRun):
     """``identity.run_id`` is that of the checkpoint that is resumed, or empty. ``process_started_at``: epoch seconds."""
 
     def __init__(
@@ -50,23 +46,16 @@ class RankRun:
         process_started_at: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.identity = identity
-        self._settings = settings
-        self._plan = plan
-        self._boundary = boundary
-        self._clock = clock
+        super().__init__(
+            settings, identity, plan, boundary, output_dir=output_dir, clock=clock,
+            window_steps=1, skip_first_steps=settings.skip_first_steps,
+        )  # fmt: skip
         self._rank = rank
-        self._output_dir = output_dir
         self._process_started_at = process_started_at
         self._session: Mapping[str, Any] | None = None  # the main process's row, once it is found
         self._first_step_ended_at: float | None = None
         self._is_named = False  # whose rows they are has been written
         self._held: list[Row] = []  # until then
-        self.recorder = StepRecorder(clock, window_steps=1, skip_first_steps=settings.skip_first_steps)
-        self.counters = ForwardCounters(boundary, lambda error: None)
-        self.record = RecordWriter(boundary, clock)
-        self._steps = StepResolution(self.recorder, self.counters, boundary, clock)
-        self._watch: TrainingWatch | None = None
 
     def begin(self, training: Training) -> None:
         self.recorder.start(earlier=self.identity.earlier, furthest_step=self.identity.furthest_step)
@@ -85,57 +74,7 @@ class RankRun:
         self.recorder.pause("other")
         self._steps.host_goes_on()
 
-    def watch_training(self, trainer: Any) -> None:
-        """As :meth:`LiveRun.watch_training`."""
-        self._watch = TrainingWatch(trainer, self.left, closely=self._is_profiling)
-
-    def holds_another(self, trainer: Any) -> bool:
-        """Whether ``trainer`` begins inside this training."""
-        return self._watch is not None and self._watch.holds_another(trainer)
-
-    def epoch_begins(self) -> None:
-        if self._watch is not None:
-            self._boundary.call("training watch", self._watch.epoch_begins)
-
-    def _is_profiling(self) -> bool:
-        return False  # the main process does
-
     # --- steps --------------------------------------------------------------------------------------------------------
-
-    def step_begins(self, *, awaits_batch: bool = False) -> None:
-        self._steps.begins(awaits_batch=awaits_batch)
-        if self._watch is not None:
-            self._boundary.call("training watch", self._watch.step_begins)
-
-    def micro_batch_ends(self) -> None:
-        self._steps.micro_batch_ends()
-
-    def waited_for_data(self, seconds: float) -> None:
-        self._steps.waited_for_data(seconds)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Of the step that is being done, so far."""
-        return self._steps.num_micro_batches
-
-    def labels_seen(self, labels: Sequence[Any]) -> None:
-        self._boundary.call("token counter", lambda: self.counters.labels_seen(labels))
-
-    def optimizer_begins(self) -> None:
-        self._steps.phase_begins("optimizer")
-
-    def optimizer_ends(self) -> None:
-        self._steps.phase_begins("other")
-
-    def rollout_begins(self) -> None:
-        self._boundary.call("rollouts", self._steps.rollout_begins)
-
-    def rollout_ends(self) -> None:
-        self._boundary.call("rollouts", self._steps.rollout_ends)
-
-    @property
-    def in_step(self) -> bool:
-        return self._steps.in_step
 
     def step_ends(self, global_step: int, *, pauses_to_come: frozenset[PauseKind] = frozenset()) -> bool:
         """As :meth:`LiveRun.step_ends`; a process never stops training on its own."""
@@ -229,20 +168,18 @@ class RankRun:
     def save_ledger(self, checkpoint_dir: Path) -> None:
         """Its own, beside the checkpoint just written."""
 
-        def write() -> None:
-            if checkpoint_dir.is_dir() and self._session is not None:
-                ledger = Ledger(
-                    run_id=str(self._session["run_id"]),
-                    session_index=self._session_index,
-                    global_step=self._steps.last_step,
-                    totals=self.recorder.totals,
-                )
-                write_ledger(checkpoint_dir, ledger, rank=self._rank)
+        def ledger() -> Ledger | None:
+            if self._session is None:
+                return None
+            return Ledger(
+                run_id=str(self._session["run_id"]),
+                session_index=self._session_index,
+                global_step=self._steps.last_step,
+                totals=self.recorder.totals,
+            )
 
         self._flush()
-        self.record.write_what_waits(global_step=self._steps.last_step)
-        self.record.flush()
-        self._boundary.call("checkpoint ledger", write)
+        self._write_ledger(checkpoint_dir, ledger, rank=self._rank)
 
     # --- the session ends ---------------------------------------------------------------------------------------------
 
@@ -253,6 +190,7 @@ class RankRun:
 
     def left(self) -> None:
         """As :meth:`LiveRun.left`."""
+        self._let_go_of_epochs()
         self._boundary.call("token counter", self.counters.detach)
         self._interpreter_exits()
 
@@ -281,14 +219,3 @@ class RankRun:
             self.record.flush()
 
         self._boundary.call("end of the program", write)
-
-    def release(self) -> None:
-        """Hooks and file are gone. May be called at any time, more than once."""
-        atexit.unregister(self._interpreter_exits)
-        if self._watch is not None:
-            self._watch.close()
-        for let_go in (self.counters.detach, self.record.close):
-            try:
-                let_go()
-            except Exception:
-                _log.debug("ftcost: letting go failed", exc_info=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ftcost_callback.projection import StepMoments
+from ftcost_callback.projection import StepMoments, StepWindows
 from ftcost_callback.records import PauseKind, TokenCounts
 
 BUCKETS: Final = (
@@ -349,6 +349,7 @@ class StepRecorder:
         self._session = _StepSums()
         self._report = _StepSums()
         self.moments = StepMoments()
+        self.windows = StepWindows()
         self.first_step_seconds: float | None = None
 
     def start(self, *, startup_seconds: float = 0.0, earlier: Totals | None = None, furthest_step: int = 0) -> None:
@@ -435,6 +436,7 @@ class StepRecorder:
             self._session.add(seconds, data_wait, num_micro_batches, counts, phases)
             self._report.add(seconds, data_wait, num_micro_batches, counts, phases)
             self.moments = self.moments.add(with_rollout, counts.num_tokens)
+            self.windows.add(with_rollout, counts.num_tokens)
         return StepTiming(
             global_step=global_step,
             step_seconds=seconds,

@@ -42,7 +42,9 @@ class Row:
         names: tuple[str, ...] = type(self).__slots__  # the fields of this row, in order
         for name in names:
             value = getattr(self, name)
-            if value is not None and (value := _plain(value)) is not None:
+            if value is None:
+                continue
+            if type(value) is int or (value := _plain(value)) is not None:  # most are whole numbers: this is done each step
                 row[name] = value
         return row
 
@@ -201,7 +203,7 @@ class ExpertLoad(Row):
     tokens_per_expert: list[list[int]] = field(default_factory=list)  # (num_layers, num_experts)
     num_experts_per_tok: int | None = None
     status: ExpertStatus = "recorded"
-    reason: str | None = None
+    reason: str | None = None  # why it is not whole; of a whole one, what to know about it
     # What it means, from this row's counts and those of the stretches of steps before it.
     load_max_over_mean: float | None = None  # mean over layers; 1 = balanced
     worst_layer: str | None = None

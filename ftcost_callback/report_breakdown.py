@@ -3,11 +3,12 @@ prediction for the same groups; and what an uneven expert load meant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
 from ftcost_callback.comparison import GROUP_NAMES
+from ftcost_callback.report_markup import section_html, table_html
 from ftcost_callback.report_numbers import duration, percent, usd
 from ftcost_callback.report_run import ReportedRun
 from ftcost_callback.report_series import finite
@@ -31,20 +32,16 @@ _NAMES: Final = {  # layer types and operators whose own name says too little
 }
 
 
-def breakdown_html(
-    run: ReportedRun,
-    section: Callable[[str, str, str], str],
-    table: Callable[..., str],
-) -> str:
-    """``section(title, explanation, content)`` and ``table(head, rows, total=)`` are the page's own. Empty: not measured."""
-    content = _phases(run, table)
+def breakdown_html(run: ReportedRun) -> str:
+    """Empty: not measured."""
+    content = _phases(run)
     for profile in run.series.profiles[-1:]:
-        content += _profile(run, profile, table)
+        content += _profile(run, profile)
     explanation = "Data wait is left out." if content else ""
-    return section("Inside a step", explanation, content) if content else ""
+    return section_html("Inside a step", explanation, content) if content else ""
 
 
-def _phases(run: ReportedRun, table: Callable[..., str]) -> str:
+def _phases(run: ReportedRun) -> str:
     predicted = _mapping(run.best_prediction.get("step"))
     rows = []
     for name, key in _PHASES:
@@ -57,8 +54,8 @@ def _phases(run: ReportedRun, table: Callable[..., str]) -> str:
     if not rows:
         return ""
     if not any(finite(predicted.get(key)) for _, key in _PHASES):
-        return table(["", "Measured"], [row[:2] for row in rows])
-    return table(["", "Measured", "Predicted", "Measured over predicted"], rows)
+        return table_html(["", "Measured"], [row[:2] for row in rows])
+    return table_html(["", "Measured", "Predicted", "Measured over predicted"], rows)
 
 
 def _against(measured: float, predicted: float | None) -> list[str]:
@@ -67,7 +64,7 @@ def _against(measured: float, predicted: float | None) -> list[str]:
     return [escape(duration(predicted)), f"{measured / predicted:.2f}"]
 
 
-def _profile(run: ReportedRun, profile: Mapping[str, Any], table: Callable[..., str]) -> str:
+def _profile(run: ReportedRun, profile: Mapping[str, Any]) -> str:
     step, count, last = (finite(profile.get(name)) for name in ("step_seconds", "num_steps", "global_step"))
     if not step or not count or last is None:
         return ""
@@ -80,21 +77,21 @@ def _profile(run: ReportedRun, profile: Mapping[str, Any], table: Callable[..., 
     if profile.get("reason"):
         content += f'<p class="absent">{escape(str(profile["reason"]))}</p>'
     columns = [
-        _shares("Layer type", _mapping(profile.get("layer_type_seconds")), step, table),
-        _shares("Operator", _mapping(profile.get("operator_seconds")), step, table),
+        _shares("Layer type", _mapping(profile.get("layer_type_seconds")), step),
+        _shares("Operator", _mapping(profile.get("operator_seconds")), step),
     ]
     content += '<div class="inner-columns">' + "".join(f"<div>{column}</div>" for column in columns if column) + "</div>"
-    return content + _groups(run, _mapping(profile.get("by_group_seconds")), step, table)
+    return content + _groups(run, _mapping(profile.get("by_group_seconds")), step)
 
 
-def _shares(head: str, seconds: Mapping[str, Any], step: float, table: Callable[..., str]) -> str:
+def _shares(head: str, seconds: Mapping[str, Any], step: float) -> str:
     known = _by_size(seconds)
     rows = [[_name(name), escape(duration(value)), escape(percent(value / step))] for name, value in known]
     total = ["Step", escape(duration(step)), escape(percent(sum(value for _, value in known) / step))]
-    return table([head, "Time", "Share"], rows, total=total) if rows else ""
+    return table_html([head, "Time", "Share"], rows, total=total) if rows else ""
 
 
-def _groups(run: ReportedRun, measured: Mapping[str, Any], step: float, table: Callable[..., str]) -> str:
+def _groups(run: ReportedRun, measured: Mapping[str, Any], step: float) -> str:
     """Measured beside predicted, group by group; a group that one side does not have is a dash."""
     predicted_step = _mapping(run.best_prediction.get("step"))
     predicted = dict(_by_size(_mapping(predicted_step.get("by_group_seconds"))))
@@ -111,7 +108,7 @@ def _groups(run: ReportedRun, measured: Mapping[str, Any], step: float, table: C
     whole = finite(run.best_prediction.get("step_seconds"))
     total = ["Step", escape(duration(step)), *_against(step, whole)]
     head = ["Group of the estimate", "Measured", "Predicted", "Measured over predicted"]
-    return "<h3>Beside the prediction</h3>" + table(head, rows, total=total)
+    return "<h3>Beside the prediction</h3>" + table_html(head, rows, total=total)
 
 
 def balance_html(run: ReportedRun) -> str:

@@ -15,15 +15,8 @@ from typing import Any, Final
 from costmodel.units import SECONDS_PER_HOUR
 from ftcost_callback.report_numbers import duration, usd
 from ftcost_callback.report_run import ReportedRun
-from ftcost_callback.report_series import (
-    MAX_POINTS,
-    finite,
-    pairs_of,
-    running_median,
-    shorten,
-    stretch_ends,
-    thin_min_max,
-)
+from ftcost_callback.report_series import finite, is_complete, pairs_of
+from ftcost_callback.report_thinning import MAX_POINTS, running_median, shorten, stretch_ends, thin_min_max
 
 MAX_BUDGET_HEIGHT: Final = 1.5
 """Times the highest curve: a budget above that is not drawn, since its line would press the curves flat."""
@@ -85,20 +78,16 @@ def _resume_steps(run: ReportedRun) -> list[float]:
 
 def _resume_times(run: ReportedRun) -> list[float]:
     """Seconds at the first row of each later session."""
-    columns = run.series.columns
-    times: list[float] = []
-    previous: float | None = None
-    for session, elapsed in zip(columns["session_index"], columns["elapsed_seconds"], strict=True):
-        if previous is not None and session > previous and elapsed == elapsed:
-            times.append(elapsed)
-        previous = session
-    return times
+    elapsed = run.series.columns["elapsed_seconds"]
+    return [elapsed[place] for place in run.series.session_starts[1:] if elapsed[place] == elapsed[place]]
 
 
 def _repeated_spans(run: ReportedRun) -> list[Figure]:
     """A shaded stretch for each session's steps that an earlier one had done."""
     columns = run.series.columns
     spans: dict[float, tuple[float, float]] = {}
+    if not run.series.measured("repeated"):
+        return []
     rows = zip(columns["session_index"], columns["global_step"], columns["repeated"], strict=True)
     for session, step, repeated in rows:
         if repeated == 1:
@@ -110,23 +99,22 @@ def _repeated_spans(run: ReportedRun) -> list[Figure]:
 
 def points_and_median(run: ReportedRun, y: Sequence[float]) -> tuple[list[Point], list[Point]]:
     """Thinned raw points (global_step, y), and their running median with a gap between sessions."""
-    columns = run.series.columns
-    groups: list[list[tuple[float, float]]] = []
-    previous: float | None = None
-    for session, step, value in zip(columns["session_index"], columns["global_step"], y, strict=True):
-        if not groups or session != previous:
-            groups.append([])
-            previous = session
-        if value == value:
-            groups[-1].append((step, value))
-    total = sum(len(group) for group in groups)
+    steps = run.series.columns["global_step"]
+    sessions: list[tuple[Sequence[float], Sequence[float]]] = []  # x, y
+    for start, end in run.series.sessions_rows():
+        of_session: tuple[Sequence[float], Sequence[float]] = (steps[start:end], y[start:end])
+        if not is_complete(of_session[1]):
+            known = pairs_of(*of_session)
+            of_session = ([x for x, _ in known], [value for _, value in known])
+        sessions.append(of_session)
+    total = sum(len(of_session[1]) for of_session in sessions)
     raw: list[Point] = []
     median: list[Point] = []
-    for group in groups:
-        if group:
-            share = max(2, MAX_POINTS * len(group) // total - 1)
-            raw += thin_min_max(group, share)
-            median += [*running_median(group, share), (math.nan, math.nan)]
+    for of_session in sessions:
+        if of_session[1]:
+            share = max(2, MAX_POINTS * len(of_session[1]) // total - 1)
+            raw += thin_min_max(*of_session, share)
+            median += [*running_median(*of_session, share), (math.nan, math.nan)]
     return raw, median[:-1]
 
 
@@ -301,7 +289,7 @@ def rate_figure(
             "fixedrange": True,
         }
         for height, (kind, found) in enumerate(pauses):
-            points = thin_min_max([(float(step), seconds) for step, seconds in found])
+            points = thin_min_max([float(step) for step, _ in found], [seconds for _, seconds in found])
             marks = {"symbol": "line-ns-open", "size": 9, "color": "--text", "line": {"width": 1.8, "color": "--text"}}
             trace = line([(x, float(height)) for x, _ in points], "--text", name=kind, mode="markers", marker=marks)
             texts = [duration(seconds) for _, seconds in points]
@@ -403,8 +391,9 @@ def load_figure(run: ReportedRun) -> tuple[Figure, list[LegendEntry]]:
         (experts.worst_max_over_mean, "--grey", "worst layer"),
         (experts.mean_max_over_mean, "--accent", "mean over layers"),
     ):
-        points = pairs_of(experts.global_step, values)
-        drawn = points if len(points) <= MAX_POINTS else running_median(points)
+        steps = experts.global_step
+        points = list(zip(steps, values, strict=True))
+        drawn = points if len(points) <= MAX_POINTS else running_median(steps, values)
         curves.append(line(_broken_where_x_goes_back(drawn), colour, name=name))
     y_axis = {"ticksuffix": " ×", "hoverformat": ".2f"}
     legend = [("line", "--accent", "mean over layers"), ("line", "--grey", "worst layer")]

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ftcost_callback.report_numbers import duration, percent, usd
+from ftcost_callback.report_reading import read_series
 from ftcost_callback.report_run import ReportedRun, plan_ratio
-from ftcost_callback.report_series import finite, read_series, totals
+from ftcost_callback.report_series import finite, totals
 
 BUCKETS: Final = ("train", "rollout", "eval", "save", "log", "startup", "other")
 _BUCKET_NAMES: Final = {

@@ -97,15 +97,10 @@ class ReportedRun:
 
     def _per_step(self, name: str) -> tuple[float, float] | None:
         """(sum, steps) of a column over the rows that know it, the first row of each session and profiled steps left out."""
-        columns = self.series.columns
-        sessions, is_profiled, values = columns["session_index"], columns["is_profiled"], columns[name]
-        places = [place for place, value in enumerate(values) if value == value]
-        steady = [
-            place for place in places if place > 0 and sessions[place] == sessions[place - 1] and is_profiled[place] != 1
-        ]
-        pairs = [(values[place], columns["num_steps"][place]) for place in steady or places]
-        num_steps = math.fsum(count for _, count in pairs)
-        return (math.fsum(value * count for value, count in pairs), num_steps) if num_steps else None
+        profiled = []
+        if self.series.measured("is_profiled"):
+            profiled = [place for place, value in enumerate(self.series.columns["is_profiled"]) if value == 1]
+        return self.series.sums(name, [*self.series.session_starts, *profiled]) or self.series.sums(name)
 
     @property
     def steady_step_seconds(self) -> float | None:

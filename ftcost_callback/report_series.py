@@ -1,26 +1,22 @@
-"""A run record, read line by line into what a page can hold: columns of numbers, thinned series, expert-load frames.
+"""One run as the report holds it: columns of numbers, pauses, expert-load frames, and the totals of them.
 
 A record of a million steps is never held as rows: each step is one number in each column (8 bytes), and expert loads
-are added up into at most a few dozen frames while they are read. What cannot be read is skipped and remarked on.
+are added up into at most a few dozen frames while they are read.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, pairwise
+from operator import mul
 from pathlib import Path
 from typing import Any, Final
 
-from costmodel.errors import CostModelError
-from ftcost_callback.ranks import RankRows, last_session
-from ftcost_callback.records import MAX_NUMBER, ROW_TYPES, SCHEMA_VERSION
-
-MAX_POINTS: Final = 2000
-"""Points of one drawn series; beyond that a browser shows no more and the page only grows."""
+from ftcost_callback.records import MAX_NUMBER
 
 MAX_FRAME_CELLS: Final = 250_000
 """Cells of all expert-load frames of one run together, at about five characters each."""
@@ -28,7 +24,7 @@ MAX_FRAME_CELLS: Final = 250_000
 MAX_FRAMES: Final = 60
 
 NOT_MEASURED: Final = math.nan
-"""Inside a column only; :meth:`RunSeries.value` and the thinning functions turn it into ``None`` or leave it out."""
+"""Inside a column only: whatever reads one turns it into ``None`` or leaves it out."""
 
 STEP_COLUMNS: Final = (
     "global_step",
@@ -68,14 +64,22 @@ STEP_COLUMNS: Final = (
 PAUSE_KINDS: Final = ("eval", "save", "log", "other")
 DRAWN_PAUSE_KINDS: Final = ("eval", "save")
 
-_NUMBERS: Final = frozenset({int, float, bool})
-
 
 def finite(value: object) -> float | None:
     """``value`` as a float, or ``None`` when it is no finite number, or one so large that sums of it are not."""
     if isinstance(value, (int, float)) and -MAX_NUMBER < value < MAX_NUMBER:
         return float(value)
     return None
+
+
+def is_complete(values: Sequence[float]) -> bool:
+    """Whether each of these finite numbers was measured."""
+    return not math.isnan(sum(values))
+
+
+def pairs_of(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
+    """The points where both are measured."""
+    return [(a, b) for a, b in zip(x, y, strict=True) if a == a and b == b]
 
 
 @dataclass
@@ -85,6 +89,7 @@ class ExpertFrames:
     layer_names: list[str] = field(default_factory=list)
     frames: list[tuple[int, int, list[list[float]]]] = field(default_factory=list)  # first step, last step, tokens
     reasons: list[str] = field(default_factory=list)  # why loads are partial or missing
+    remark: str | None = None  # what to know about a load that is whole, by its last row
     global_step: array[float] = field(default_factory=lambda: array("d"))
     mean_max_over_mean: array[float] = field(default_factory=lambda: array("d"))  # mean over layers
     worst_max_over_mean: array[float] = field(default_factory=lambda: array("d"))  # the worst layer
@@ -98,6 +103,8 @@ class ExpertFrames:
             said = str(reason or f"status {status}, no reason in the record")
             if said not in self.reasons:
                 self.reasons.append(said)
+        elif reason:
+            self.remark = str(reason)
         matrix = _matrix(row.get("tokens_per_expert"))
         step = finite(row.get("global_step"))
         if status == "not_recorded" or not matrix or step is None:
@@ -166,6 +173,8 @@ class RunSeries:
     )
     experts: ExpertFrames = field(default_factory=ExpertFrames)
     remarks: list[str] = field(default_factory=list)  # what of the file could not be read
+    session_starts: list[int] = field(default_factory=list)  # places in the columns
+    absent: array[float] = field(default_factory=lambda: array("d"))  # the one column of all that no row had
 
     @property
     def num_step_rows(self) -> int:
@@ -192,16 +201,35 @@ class RunSeries:
 
     def measured(self, name: str) -> list[float]:
         """The measured values of one column, in file order."""
-        return [value for value in self.columns[name] if value == value]
+        column = self.columns[name]
+        return [] if column is self.absent else [value for value in column if value == value]
 
     def last(self, name: str) -> float | None:
         return next((value for value in reversed(self.columns[name]) if value == value), None)
 
     def total(self, name: str) -> float | None:
         """Sum over the steps; a row of a very long run stands for ``num_steps`` of them, with their mean."""
+        sums = self.sums(name)
+        return sums[0] if sums is not None else None
+
+    def sums(self, name: str, left_out: Iterable[int] = ()) -> tuple[float, float] | None:
+        """(sum over the steps, number of steps) of the rows that know it, those at the places ``left_out`` aside."""
         column, counts = self.columns[name], self.columns["num_steps"]
-        values = [value * count for value, count in zip(column, counts, strict=True) if value == value]
-        return math.fsum(values) if values else None
+        if column is self.absent:
+            return None
+        if places := list(left_out):
+            kept = bytearray(b"\1") * len(column)
+            for place in places:
+                kept[place] = 0
+            column, counts = array("d", compress(column, kept)), array("d", compress(counts, kept))
+        if not is_complete(column):
+            known = [value == value for value in column]
+            column, counts = array("d", compress(column, known)), array("d", compress(counts, known))
+        return (math.fsum(map(mul, column, counts)), math.fsum(counts)) if column else None
+
+    def sessions_rows(self) -> Iterator[tuple[int, int]]:
+        """(first place, place after the last) in the columns, for each session that has step rows."""
+        yield from pairwise([*self.session_starts, self.num_step_rows])
 
     def summary_value(self, name: str) -> float | None:
         """The summary's figure of that name."""
@@ -242,9 +270,9 @@ def totals(run: RunSeries) -> Totals:
             seconds[name] += finite(value) or 0.0
     wall = max(run.last("elapsed_seconds") or 0.0, sum(seconds.values()) - seconds["data_wait"])
     columns = (run.columns[name] for name in ("step_seconds", "num_steps", "repeated"))
-    wasted = math.fsum(
-        value * count for value, count, repeated in zip(*columns, strict=True) if repeated == 1 and value == value
-    )
+    wasted = 0.0
+    if run.measured("repeated"):
+        wasted = math.fsum(value * count for value, count, repeated in zip(*columns, strict=True) if repeated == 1)
     spent = run.last("spent_usd")
     elapsed = run.last("elapsed_seconds")
     if spent is not None and elapsed:
@@ -265,209 +293,3 @@ def totals(run: RunSeries) -> Totals:
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
-
-
-# Reading
-
-
-def find_record(path: Path) -> Path:
-    """The ``run.jsonl`` that ``path`` means: the file, its ``_ftcost`` folder, or the run's output folder."""
-    if not path.is_dir():
-        if not path.exists():
-            raise CostModelError(f"{path}: no such file; give a run.jsonl or the output folder of a run")
-        return path
-    for candidate in (path / "_ftcost" / "run.jsonl", path / "run.jsonl"):
-        if candidate.is_file():
-            return candidate
-    raise CostModelError(f"{path}: holds no _ftcost/run.jsonl; give a run.jsonl or the output folder of a run")
-
-
-def read_series(path: Path) -> RunSeries:
-    """Read a record as far as it goes. Raises :class:`CostModelError` when it holds nothing that can be shown."""
-    file = find_record(Path(path))
-    reader = _Reader(file)
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            reader.read(lines)
-    except OSError as error:
-        raise CostModelError(f"{file}: cannot be read: {error.strerror or error}") from None
-    return reader.result()
-
-
-class _Reader:
-    """The state of one pass over a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.run = RunSeries(path)
-        self.path = path
-        latest = last_session(path)
-        self.latest_run_id = str(latest["run_id"]) if latest is not None and latest.get("run_id") else None
-        self.ranks: RankRows | None = None  # of the latest run
-        self.earlier_run_ids: list[str] = []
-        self.num_lines = 0
-        self.damaged: list[int] = []  # line numbers
-        self.foreign_types: set[str] = set()
-        self.faults: set[str] = set()
-
-    def read(self, lines: Iterable[str]) -> None:
-        for self.num_lines, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict) and isinstance(row.get("type"), str):
-                self._take(row)
-            else:
-                self.damaged.append(self.num_lines)
-
-    def _take(self, row: dict[str, Any]) -> None:
-        kind = row["type"]
-        if kind == "session" and self.ranks is None and str(row.get("run_id")) == self.latest_run_id:
-            self.ranks = RankRows(self.path, self.latest_run_id)
-        if self.ranks is not None:
-            merged = self.ranks.merged(row)
-            row = merged if isinstance(merged, dict) else dict(merged)
-        if kind == "step":
-            self._take_step(row)
-        elif kind == "pause":
-            seconds, step = finite(row.get("seconds")), finite(row.get("global_step"))
-            if seconds is not None and row.get("kind") in PAUSE_KINDS:
-                self.run.pause_seconds[row["kind"]] += seconds
-                if row["kind"] in DRAWN_PAUSE_KINDS and step is not None:
-                    self.run.pauses[row["kind"]].append((int(step), seconds))
-        elif kind == "session":
-            self._take_session(row)
-        elif kind == "prediction":
-            self.run.predictions.append(row)
-        elif kind == "expert_load":
-            try:
-                self.run.experts.add(row)
-            except ValueError as error:
-                self.faults.add(f"some expert loads were left out: {error}")
-        elif kind == "budget":
-            self.run.budgets.append(row)
-        elif kind == "profile":
-            self.run.profiles.append(row)
-        elif kind == "summary":
-            self.run.summary = row
-        elif kind not in ROW_TYPES:
-            self.foreign_types.add(kind)
-
-    def _take_step(self, row: dict[str, Any]) -> None:
-        if not (_is_finite(row.get("global_step")) and _is_finite(row.get("step_seconds"))):
-            self.faults.add("some step rows have no global_step or step_seconds and were left out")
-            return
-        columns = self.run.columns
-        count = len(columns["global_step"])
-        for name, value in row.items():
-            column = columns.get(name)
-            if column is None or not _is_finite(value):
-                continue  # a row has some ten fields, of more than thirty columns
-            if len(column) < count:
-                _pad(name, column, count)
-            column.append(value)
-
-    def _take_session(self, row: dict[str, Any]) -> None:
-        run_id = str(row["run_id"]) if row.get("run_id") is not None else None
-        if self.run.has_rows and self.run.run_id is not None and run_id != self.run.run_id:
-            self.earlier_run_ids.append(self.run.run_id)
-            self.run = RunSeries(self.path)
-        self.run.run_id = run_id
-        self.run.sessions.append(row)
-        # A run that was resumed after its summary goes on: that summary no longer holds.
-        self.run.summary = None
-        version = finite(row.get("schema_version"))
-        if version is not None and version > SCHEMA_VERSION:
-            self.faults.add(f"written by a newer version (schema {version:g}, this one reads {SCHEMA_VERSION})")
-
-    def result(self) -> RunSeries:
-        run = self.run
-        if not run.has_rows:
-            held = f"{self.num_lines} lines, none of them a session, step, prediction or summary row"
-            raise CostModelError(
-                f"{self.path}: not a run record: {'the file is empty' if not self.num_lines else held}; "
-                "give the run.jsonl that FTCostCallback writes to OUTPUT_DIR/_ftcost"
-            )
-        remarks = sorted(self.faults)
-        remarks += self.ranks.remarks if self.ranks is not None else []
-        if self.damaged == [self.num_lines]:
-            remarks.append("the last line is cut off, as after a kill: it was left out")
-        elif self.damaged:
-            remarks.append(f"{len(self.damaged)} damaged lines were left out, the first is line {self.damaged[0]}")
-        if self.foreign_types:
-            remarks.append(f"rows of unknown type were left out: {', '.join(sorted(self.foreign_types)[:5])}")
-        if not run.sessions:
-            remarks.append("there is no session row: job, device, price and versions are not known")
-        if self.earlier_run_ids:
-            remarks.append(
-                f"the file holds {len(self.earlier_run_ids)} earlier runs too "
-                f"({', '.join(self.earlier_run_ids[-5:])}); this is the latest"
-            )
-        run.remarks = remarks
-        for name, column in run.columns.items():
-            _pad(name, column, run.num_step_rows)
-        return run
-
-
-def _is_finite(value: Any) -> bool:
-    """As :func:`finite`, for millions of values of JSON."""
-    return type(value) in _NUMBERS and -MAX_NUMBER < value < MAX_NUMBER
-
-
-def _pad(name: str, column: array[float], count: int) -> None:
-    """Fill the rows that did not have this field."""
-    column.extend(array("d", [1.0 if name == "num_steps" else NOT_MEASURED]) * (count - len(column)))
-
-
-# Thinning
-
-
-def shorten(value: float) -> float | int:
-    """Six significant digits, whole numbers without a point: what a chart needs and no more."""
-    short = float(f"{value:.6g}")
-    return int(short) if short.is_integer() and abs(short) < 1e15 else short
-
-
-def _buckets(count: int, parts: int) -> Iterator[tuple[int, int]]:
-    parts = max(1, min(parts, count))
-    for index in range(parts):
-        yield index * count // parts, (index + 1) * count // parts
-
-
-def pairs_of(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
-    """The points where both are measured."""
-    return [(a, b) for a, b in zip(x, y, strict=True) if a == a and b == b]
-
-
-def thin_min_max(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most ``max_points``: the lowest and the highest of each stretch, in order, so that no outlier is lost."""
-    if len(points) <= max_points:
-        return list(points)
-    kept: list[tuple[float, float]] = []
-    for start, end in _buckets(len(points), max_points // 2):
-        low = min(range(start, end), key=lambda index: points[index][1])
-        high = max(range(start, end), key=lambda index: points[index][1])
-        kept.extend(points[index] for index in sorted({low, high}))
-    return kept
-
-
-def running_median(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """The median around each point; for a long series the median of each of ``max_points / 2`` stretches."""
-    count = len(points)
-    if count > max_points:
-        return [
-            (points[(start + end) // 2][0], statistics.median(y for _, y in points[start:end]))
-            for start, end in _buckets(count, max_points // 2)
-        ]
-    half = max(2, min(25, count // 40))
-    return [
-        (x, statistics.median(y for _, y in points[max(0, index - half) : index + half + 1]))
-        for index, (x, _) in enumerate(points)
-    ]
-
-
-def stretch_ends(count: int, max_points: int = MAX_POINTS) -> list[int]:
-    """At most ``max_points`` places, the last of each stretch: for curves that belong together (a value, its band)."""
-    return [end - 1 for _, end in _buckets(count, max_points)] if count else []

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from costmodel.estimation import TokensSeen
+from costmodel.described_job import TokensSeen
 from ftcost_callback.comparison import Comparison, Measured, compare
 from ftcost_callback.expert_balance import BalanceStanding
 from ftcost_callback.projection import Projection
-from ftcost_callback.recorder import StepAggregate, Totals
+from ftcost_callback.recorder import BUCKETS, StepAggregate, Totals
 from ftcost_callback.records import GpuSample, Prediction, Step, Summary, Window
 
 _MILLION: Final = 1e6
@@ -96,8 +96,7 @@ def summary_of_all(summary: Summary, num_replicas: int) -> Summary:
     """
     if num_replicas == 1:
         return summary
-    counts = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens")
-    names = (*counts, "tokens_per_second", "non_padding_tokens_per_second")
+    names = (*_TOKENS, "tokens_per_second", "non_padding_tokens_per_second")
     scaled: dict[str, Any] = {name: _times(num_replicas, getattr(summary, name)) for name in names}
     return dataclasses.replace(summary, **scaled)
 
@@ -120,10 +119,47 @@ def tokens_seen(steps: StepAggregate) -> TokensSeen | None:
     )
 
 
+_GPU: Final = ("busy_fraction", "sm_active_fraction", "memory_used_bytes", "power_watts")
+_PEAKS: Final = ("peak_allocated_bytes", "peak_reserved_bytes")
+_LOADING_PEAKS: Final = ("loading_peak_allocated_bytes", "loading_peak_reserved_bytes")
+_TOKENS: Final = ("num_tokens", "num_non_padding_tokens", "num_supervised_tokens")
+_COUNTED: Final = ("data_wait_seconds", "wasted_seconds", "num_steps", *_TOKENS)
+_BALANCE: Final = (
+    "load_max_over_mean",
+    "load_cv",
+    "dead_expert_fraction",
+    "num_dead_experts",
+    "load_entropy",
+    "worst_layer_load_max_over_mean",
+)
+
+
+def _same(source: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Figures that have one name on both sides; all ``None`` without a source."""
+    return {name: getattr(source, name) if source is not None else None for name in names}
+
+
+def _phase_seconds(steps: StepAggregate, ending: str = "") -> dict[str, Any]:
+    """Means of a step."""
+    phases = _same(steps.phases, ("forward", "backward", "optimizer"))
+    return {f"{phase}_seconds{ending}": seconds for phase, seconds in phases.items()}
+
+
+def _projected(projection: Projection) -> dict[str, Any]:
+    """By the names of rows."""
+    seconds = ("projected_total_seconds", "projected_total_seconds_low", "projected_total_seconds_high")
+    return {
+        **_same(projection, seconds),
+        "projected_total_usd": projection.projected_usd,
+        "projected_total_usd_low": projection.projected_usd_low,
+        "projected_total_usd_high": projection.projected_usd_high,
+    }
+
+
 def window_of(standing: Standing) -> Window:
     """What sinks are given."""
     steps, totals, projection = standing.steps, standing.totals, standing.projection
-    gpu, balance, ratios = standing.gpu, standing.experts.window, standing.comparison.ratios
+    ratios = standing.comparison.ratios
     replicas = standing.num_replicas
     per_million: float | None = None
     if standing.spent_usd is not None and totals.num_supervised_tokens:
@@ -142,61 +178,33 @@ def window_of(standing: Standing) -> Window:
         hfu=standing.hfu,
         step_seconds_measured_over_predicted=ratios.get("step_seconds"),
         spent_usd=standing.spent_usd,
-        projected_usd=projection.projected_usd,
-        projected_usd_low=projection.projected_usd_low,
-        projected_usd_high=projection.projected_usd_high,
+        **_same(projection, ("projected_usd", "projected_usd_low", "projected_usd_high")),
         predicted_usd=standing.predicted_usd,
         usd_per_million_supervised_tokens=per_million,
         elapsed_seconds=standing.elapsed_seconds,
         remaining_seconds=projection.remaining_seconds,
         projected_total_seconds=projection.projected_total_seconds,
-        eval_seconds=totals.eval_seconds,
-        save_seconds=totals.save_seconds,
-        other_seconds=totals.other_seconds,
+        **_same(totals, ("eval_seconds", "save_seconds", "other_seconds")),
         rollout_seconds=totals.rollout_seconds or None,
-        busy_fraction=gpu.busy_fraction,
-        sm_active_fraction=gpu.sm_active_fraction,
-        memory_used_bytes=gpu.memory_used_bytes,
+        **_same(standing.gpu, _GPU),
         peak_allocated_bytes=standing.peak_allocated_bytes,
-        power_watts=gpu.power_watts,
         peak_memory_measured_over_predicted=ratios.get("peak_allocated_bytes"),
-        load_max_over_mean=balance.load_max_over_mean if balance is not None else None,
-        load_cv=balance.load_cv if balance is not None else None,
-        dead_expert_fraction=balance.dead_expert_fraction if balance is not None else None,
-        num_dead_experts=balance.num_dead_experts if balance is not None else None,
-        load_entropy=balance.load_entropy if balance is not None else None,
-        worst_layer_load_max_over_mean=balance.worst_layer_load_max_over_mean if balance is not None else None,
+        **_same(standing.experts.window, _BALANCE),
         load_max_over_mean_vs_first_steps=standing.experts.vs_first_steps,
         imbalance_step_seconds=standing.experts.imbalance_step_seconds,
         imbalance_usd=standing.imbalance_usd,
-        forward_seconds=steps.phases.forward if steps.phases is not None else None,
-        backward_seconds=steps.phases.backward if steps.phases is not None else None,
-        optimizer_seconds=steps.phases.optimizer if steps.phases is not None else None,
+        **_phase_seconds(steps),
         verdict=standing.comparison.verdict,
     )
 
 
 def completed_row(row: Step, standing: Standing) -> Step:
     """The row of the step that a report follows, with what is known only at a report."""
-    gpu, projection = standing.gpu, standing.projection
     return dataclasses.replace(
         row,
-        busy_fraction=gpu.busy_fraction,
-        sm_active_fraction=gpu.sm_active_fraction,
-        memory_used_bytes=gpu.memory_used_bytes,
-        power_watts=gpu.power_watts,
-        energy_joules=gpu.energy_joules,
-        throttle_reasons=gpu.throttle_reasons,
-        peak_allocated_bytes=standing.peak_allocated_bytes,
-        peak_reserved_bytes=standing.peak_reserved_bytes,
-        mfu=standing.mfu,
-        hfu=standing.hfu,
-        projected_total_usd=projection.projected_usd,
-        projected_total_usd_low=projection.projected_usd_low,
-        projected_total_usd_high=projection.projected_usd_high,
-        projected_total_seconds=projection.projected_total_seconds,
-        projected_total_seconds_low=projection.projected_total_seconds_low,
-        projected_total_seconds_high=projection.projected_total_seconds_high,
+        **_same(standing.gpu, (*_GPU, "energy_joules", "throttle_reasons")),
+        **_same(standing, (*_PEAKS, "mfu", "hfu")),
+        **_projected(standing.projection),
     )
 
 
@@ -216,46 +224,24 @@ def summary_of(
     totals, steps = standing.totals, standing.steps
     finished = standing.max_steps is not None and standing.global_step >= standing.max_steps
     status: Literal["finished", "stopped"] = "finished" if finished else "stopped"
-    projection = standing.projection
     return Summary(
         global_step=standing.global_step,
         num_sessions=num_sessions,
         wall_seconds=totals.wall_seconds,
-        train_seconds=totals.train_seconds,
-        data_wait_seconds=totals.data_wait_seconds,
-        eval_seconds=totals.eval_seconds,
-        save_seconds=totals.save_seconds,
-        log_seconds=totals.log_seconds,
-        startup_seconds=totals.startup_seconds,
-        other_seconds=totals.other_seconds,
-        rollout_seconds=totals.rollout_seconds or None,
-        wasted_seconds=totals.wasted_seconds,
-        num_steps=totals.num_steps,
-        num_tokens=totals.num_tokens,
-        num_non_padding_tokens=totals.num_non_padding_tokens,
-        num_supervised_tokens=totals.num_supervised_tokens,
+        **_same(totals, BUCKETS) | {"rollout_seconds": totals.rollout_seconds or None},
+        **_same(totals, _COUNTED),
         spent_usd=standing.spent_usd,
         num_sessions_in_rates=num_sessions_in_rates,
         step_seconds_mean=steps.step_seconds,
         first_step_seconds=first_step_seconds,
         tokens_per_second=steps.per_second(steps.num_tokens),
         non_padding_tokens_per_second=steps.per_second(steps.num_non_padding_tokens),
-        forward_seconds_mean=steps.phases.forward if steps.phases is not None else None,
-        backward_seconds_mean=steps.phases.backward if steps.phases is not None else None,
-        optimizer_seconds_mean=steps.phases.optimizer if steps.phases is not None else None,
+        **_phase_seconds(steps, "_mean"),
         mfu=standing.mfu,
         expert_balance=expert_balance,
-        peak_allocated_bytes=standing.peak_allocated_bytes,
-        peak_reserved_bytes=standing.peak_reserved_bytes,
-        loading_peak_allocated_bytes=standing.loading_peak_allocated_bytes,
-        loading_peak_reserved_bytes=standing.loading_peak_reserved_bytes,
+        **_same(standing, (*_PEAKS, *_LOADING_PEAKS)),
         energy_joules=energy_joules,
-        projected_total_seconds=projection.projected_total_seconds if not finished else None,
-        projected_total_seconds_low=projection.projected_total_seconds_low if not finished else None,
-        projected_total_seconds_high=projection.projected_total_seconds_high if not finished else None,
-        projected_total_usd=projection.projected_usd if not finished else None,
-        projected_total_usd_low=projection.projected_usd_low if not finished else None,
-        projected_total_usd_high=projection.projected_usd_high if not finished else None,
+        **_projected(standing.projection if not finished else Projection()),
         measured_over_predicted={
             each.basis: _ratios(each.estimate, standing, measured, with_totals=finished and measured.predicted_gpu is None)
             for each in predictions

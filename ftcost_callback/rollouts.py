@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
+from ftcost_callback.wrapped_method import WrappedMethod
+
 METHOD: Final = "_generate_and_score_completions"  # TRL 1.16, grpo_trainer.py and rloo_trainer.py
 
 
@@ -19,15 +21,13 @@ class RolloutWatch:
     def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
         self._on_begin = on_begin
         self._on_end = on_end
-        self._trainer: Any = None
-        self._wrapped: Any = None
+        self._method: WrappedMethod | None = None
 
     def attach(self, trainer: Any) -> None:
         self.detach()
-        method = getattr(trainer, METHOD, None)
-        if not callable(method):
-            return
+        self._method = WrappedMethod(trainer, METHOD, self._measured)
 
+    def _measured(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def measured(*args: Any, **kwargs: Any) -> Any:
             self._on_begin()
@@ -36,11 +36,10 @@ class RolloutWatch:
             finally:
                 self._on_end()
 
-        self._trainer, self._wrapped = trainer, measured
-        setattr(trainer, METHOD, measured)
+        return measured
 
     def detach(self) -> None:
-        """The trainer is as it was, unless somebody else has wrapped the method since. May be called more than once."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None and vars(trainer).get(METHOD) is self._wrapped:
-            delattr(trainer, METHOD)
+        """May be called more than once."""
+        method, self._method = self._method, None
+        if method is not None:
+            method.undo()

@@ -312,7 +312,7 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ran
     alone. A line that was cut off, a row of an unknown type or with a value of the wrong kind, and unknown fields are passed
     over. Raises :class:`CostModelError` for anything that is no run record.
     """
-    file = _find_record(Path(path))
+    file = find_record(Path(path))
     rows: list[Mapping[str, Any]] = []
     num_unread_lines = 0
     for row in _read_lines(file):
@@ -395,11 +395,17 @@ class _RowTotals:
             self.spent_usd = row.get("spent_usd", self.spent_usd)
 
 
-def _find_record(path: Path) -> Path:
-    for file in (path, path / FILE_NAME, path / FOLDER_NAME / FILE_NAME):
+def find_record(path: Path) -> Path:
+    """The record that ``path`` means: the file, its ``_ftcost`` folder, or the run's output folder."""
+    for file in (path / FOLDER_NAME / FILE_NAME, path / FILE_NAME):
         if file.is_file():
             return file
-    raise CostModelError(f"no run record at {path}; give the output_dir of a run, its {FOLDER_NAME} folder or {FILE_NAME}")
+    way_out = f"give the output_dir of a run, its {FOLDER_NAME} folder or {FILE_NAME}"
+    if path.is_dir():
+        raise CostModelError(f"{path}: holds no {FOLDER_NAME}/{FILE_NAME}; {way_out}")
+    if not path.exists():
+        raise CostModelError(f"{path}: no such file; {way_out}")
+    return path
 
 
 def _read_lines(file: Path) -> Iterator[Mapping[str, Any] | None]:

@@ -16,6 +16,7 @@ from ftcost_callback.comparison import not_comparable
 from ftcost_callback.live_flops import ATTENTION_CONVENTION, FlopsCounter
 from ftcost_callback.live_prediction import LivePrediction
 from ftcost_callback.peak_memory import PeakMemory
+from ftcost_callback.planned_tokens import PlannedTokens
 from ftcost_callback.records import Session
 from ftcost_callback.session_plan import Identity, Plan, Settings
 from ftcost_callback.spending import Spending
@@ -37,6 +38,7 @@ class Training:
     steps_done: int = 0
     forwards_are_micro_batches: bool = False  # nobody says when a micro-batch ends
     read_job: Callable[[], Mapping[str, Any]] | None = None
+    plan_tokens: Callable[[], PlannedTokens | None] = lambda: None  # of the steps to come, where their order is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class Opened:
     machine: str | None  # two sessions with the same one may share a pace
     predicted_gpu: str | None  # the card that gpu= names, where that is not the device that trains
     prediction: LivePrediction
+    planned_tokens: PlannedTokens | None
     flops: FlopsCounter | None
     peak_flops_per_second: float | None
     spending: Spending
@@ -117,6 +120,7 @@ def open_session(
         machine=f"{plan.num_devices} x {device.get('name', device['kind'])}" if device else None,
         predicted_gpu=predicted_gpu,
         prediction=prediction,
+        planned_tokens=call("planned tokens", training.plan_tokens),
         flops=flops,
         peak_flops_per_second=peak_flops_per_second,
         spending=Spending(
@@ -152,8 +156,12 @@ def read_device(training: Training, settings: Settings, job: Mapping[str, Any] |
         autocast = "bfloat16" if job.get("bf16") else "float16" if job.get("fp16") else None
         dtype = autocast or job.get("dtype")
     facts = dict(_trainer_adapter().device_facts(training.device, gpu=settings.gpu, dtype=dtype))
+    if another_gpu(settings.gpu, facts) is not None:  # MFU is held against the device that trains, not the one predicted for
+        own = _trainer_adapter().device_facts(training.device, dtype=dtype)
+        facts |= {name: own.get(name) for name in ("peak_flops_per_second", "peak_source")}
     if settings.peak_flops_per_second is not None:
         facts |= {"peak_flops_per_second": settings.peak_flops_per_second, "peak_source": "given"}
+    facts = {name: value for name, value in facts.items() if value is not None}
     if facts.get("peak_flops_per_second") is not None:
         facts["attention_convention"] = ATTENTION_CONVENTION
     elif training.device.type == "cuda":
@@ -164,7 +172,7 @@ def read_device(training: Training, settings: Settings, job: Mapping[str, Any] |
 
 def another_gpu(predicted: str | Mapping[str, Any] | None, device: Mapping[str, Any]) -> str | None:
     """The card that is named, where the device that trains is known to be another one; ``None`` for a described device."""
-    from costmodel.catalog import find_gpu
+    from costmodel.gpu_catalog import find_gpu
 
     if not isinstance(predicted, str):
         return None
@@ -189,8 +197,8 @@ def find_price(
     settings: Settings, plan: Plan, job: Mapping[str, Any] | None, notes: list[str]
 ) -> tuple[Price, float] | None:
     """(price, dollars an hour of the whole job); ``None`` without one."""
-    from costmodel.catalog import bill_usd_per_hour
-    from costmodel.catalog import find_price as find_in_catalog
+    from costmodel.price_catalog import bill_usd_per_hour
+    from costmodel.price_catalog import find_price as find_in_catalog
 
     price = settings.price
     if price is None and settings.cloud is not None:

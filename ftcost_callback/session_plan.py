@@ -17,7 +17,7 @@ from ftcost_callback.records import PauseKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The callback's arguments, checked."""
+    """The arguments of callback and monitor, checked. Their defaults are these (a test holds the signatures to it)."""
 
     price: Price | None = None  # given; a cloud's is looked up when the device is known
     cloud: str | None = None

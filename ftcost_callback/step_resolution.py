@@ -28,8 +28,8 @@ class PendingStep:
     data_wait_seconds: float
     num_micro_batches: int
     is_profiled: bool = False
-    phase_marks: list[tuple[Phase, Any]] = field(default_factory=list)  # what begins there; not told by the device yet
-    phase_times: list[tuple[Phase, float]] = field(default_factory=list)  # clock times of those it has told
+    phase_marks: list[tuple[Phase, Any]] = field(default_factory=list)  # what begins there
+    phase_times: list[tuple[Phase, float]] = field(default_factory=list)  # clock times of the first of them, as far as told
 
     def phase_seconds(self, ended_at: float) -> dict[Phase, float]:
         """Phase -> seconds, each from its mark to the next one, or to the step's end."""
@@ -59,6 +59,7 @@ class StepResolution:
         self._boundary = boundary
         self._clock = clock
         self._step_clock: HostStepClock | CudaStepClock = HostStepClock(clock)
+        self._mark: Callable[[], Any] = self._step_clock.mark
         self._device: Any = None
         self._is_cuda = False
         self._pending: deque[PendingStep] = deque()
@@ -86,6 +87,7 @@ class StepResolution:
         if self._is_cuda:
             clock = self._boundary.call("CUDA step clock", lambda: CudaStepClock.on(device, self._clock))
             self._step_clock = clock if clock is not None else HostStepClock(self._clock)
+            self._mark = self._step_clock.mark
 
     @property
     def any_pending(self) -> bool:
@@ -113,17 +115,15 @@ class StepResolution:
         """What runs from here to the next mark, or to the step's end. Never raises: it is called inside the forward."""
         if phase == "forward":
             self._forward_begins()
-        if self._tells_phases and not self._in_rollout and not self._is_captured():
+        if self._tells_phases and not self._in_rollout and not (self._is_cuda and self._is_captured()):
             try:
-                self._mark(phase)
+                self._phase_marks.append((phase, self._mark()))
             except Exception:  # the clock's, which the end of the step meets again, and says
                 self._tells_phases = False
                 _log.debug("ftcost: phases are not told apart", exc_info=True)
 
     def _is_captured(self) -> bool:
         """The user records a CUDA graph: an event of ours would end that with an error."""
-        if not self._is_cuda:
-            return False
         import torch
 
         return bool(torch.cuda.is_current_stream_capturing())
@@ -134,19 +134,16 @@ class StepResolution:
             self._awaits_batch = False
             self._data_wait = max(0.0, self._clock() - self._host_mark)
 
-    def _mark(self, phase: Phase) -> None:
-        self._phase_marks.append((phase, self._step_clock.mark()))
-
     def rollout_begins(self) -> None:
         """What the step trains on is being generated, and then scored."""
         if self.in_step and not self._in_rollout:
             self._in_rollout = True
-            self._mark("rollout")
+            self._phase_marks.append(("rollout", self._mark()))
 
     def rollout_ends(self) -> None:
         if self._in_rollout:
             self._in_rollout = False
-            self._mark("other")
+            self._phase_marks.append(("other", self._mark()))
 
     def ends(self, global_step: int, *, is_profiled: bool = False) -> None:
         """The optimizer has stepped. ``is_profiled``: a profiler slowed the step down."""
@@ -157,7 +154,7 @@ class StepResolution:
             PendingStep(
                 global_step=global_step,
                 tokens=self._counters.take_step(),
-                mark=self._step_clock.mark(),
+                mark=self._mark(),
                 data_wait_seconds=self._data_wait,
                 num_micro_batches=max(1, self.num_micro_batches),
                 is_profiled=is_profiled,
@@ -196,20 +193,16 @@ class StepResolution:
 
     def _all_ended_at(self, step: PendingStep, *, wait: bool) -> float | None:
         """When the step ended; its marks are asked for in the order they were made, each once."""
-        while step.phase_marks:
-            phase, mark = step.phase_marks[0]
-            passed_at = self._ended_at(mark, wait=wait)
-            if passed_at is None:
-                return None
-            step.phase_times.append((phase, passed_at))
-            del step.phase_marks[0]
-        return self._ended_at(step.mark, wait=wait)
-
-    def _ended_at(self, mark: Any, *, wait: bool) -> float | None:
         # A device without an event clock of ours is only read where the Trainer reads it too.
         if not self._is_cuda and self._device.type != "cpu" and not wait:
             return None
-        return self._step_clock.ended_at(mark, wait=wait)
+        ended_at = self._step_clock.ended_at
+        for phase, mark in step.phase_marks[len(step.phase_times) :]:
+            passed_at = ended_at(mark, wait=wait)
+            if passed_at is None:
+                return None
+            step.phase_times.append((phase, passed_at))
+        return ended_at(step.mark, wait=wait)
 
 
 def step_row(step: PendingStep, timing: StepTiming, *, session_index: int, spent_usd: float | None) -> Step:

@@ -6,7 +6,6 @@ a tensor until :meth:`PendingTokens.read`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
@@ -41,7 +40,44 @@ def _base_model(model: Any) -> Any:
     return get_base_model() if callable(get_base_model) else model
 
 
-_Count: TypeAlias = "int | Tensor | None"
+class _Trues:
+    """As many as values of these tensors are true. Counted when the step ends, on a processor when it is read: some steps
+    together, where each costs a fraction of what it would in the middle of its forward."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.tensors[0].is_cpu
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.tensors[0].is_cuda
+
+    def count(self) -> Tensor:
+        """0-dim, on the device."""
+        counts = [torch.count_nonzero(each) for each in self.tensors]
+        return counts[0] if len(counts) == 1 else torch.stack(counts).sum()
+
+
+_Count: TypeAlias = "int | Tensor | _Trues | None"
+
+
+def _counted(count: Any) -> Any:
+    return count.count() if isinstance(count, _Trues) else count
+
+
+def _is_on_host(count: Any) -> bool:
+    return count is None or isinstance(count, int) or bool(count.is_cpu)
+
+
+def _sum(first: Any, second: Any) -> Any:
+    if isinstance(first, _Trues) and isinstance(second, _Trues):
+        return _Trues(*first.tensors, *second.tensors)
+    return _counted(first) + _counted(second)
 
 
 def _larger(first: Any, second: Any) -> Any:
@@ -52,12 +88,12 @@ def _larger(first: Any, second: Any) -> Any:
 
 # How the counts of two micro-batches become that of both.
 _COUNTS: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "num_tokens": operator.add,
-    "num_non_padding_tokens": operator.add,
-    "num_supervised_tokens": operator.add,
-    "num_samples": operator.add,
+    "num_tokens": _sum,
+    "num_non_padding_tokens": _sum,
+    "num_supervised_tokens": _sum,
+    "num_samples": _sum,
     "longest_sequence_tokens": _larger,
-    "sum_squared_sequence_tokens": operator.add,
+    "sum_squared_sequence_tokens": _sum,
 }
 
 
@@ -69,9 +105,17 @@ class PendingTokens:
 
     def __init__(self, counts: _MicroBatch | None = None) -> None:
         self._counts = counts
-        self._on_gpu = tuple(name for name in _COUNTS if getattr(getattr(counts, name, None), "is_cuda", False))
+        self._on_gpu: tuple[str, ...] = ()
+        if counts is None:
+            return
+        if _is_on_host(counts.num_supervised_tokens) and _is_on_host(counts.num_non_padding_tokens):
+            return  # and so are the others, which come from the tensors of these
+        known: dict[str, Any] = {name: _counted(getattr(counts, name)) for name in _COUNTS}  # may be read much later
+        for name, count in known.items():
+            setattr(counts, name, count)
+        self._on_gpu = tuple([name for name, count in known.items() if isinstance(count, Tensor) and count.is_cuda])
         if self._on_gpu:
-            stacked = torch.stack([getattr(counts, name) for name in self._on_gpu])
+            stacked = torch.stack([known[name] for name in self._on_gpu])
             pinned = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             self._copied = pinned.copy_(stacked, non_blocking=True)
 
@@ -83,14 +127,14 @@ class PendingTokens:
         if self._on_gpu:
             values |= zip(self._on_gpu, self._copied.tolist(), strict=True)
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.tolist()  # reads a processor's memory as it is; int() would be one more operator
+            if isinstance(value, (Tensor, _Trues)):
+                values[name] = _counted(value).tolist()  # of a processor's memory; int() would be one more operator
         return TokenCounts(**values)
 
 
 class _MicroBatch:
-    """Counts of one forward, or of several together: an int (known on the host), a 0-dim tensor (on the device), or
-    ``None`` (not shown)."""
+    """Counts of one forward, or of several together: an int (known on the host), a 0-dim tensor (on the device), true
+    values that are still to be counted, or ``None`` (not shown)."""
 
     __slots__ = tuple(_COUNTS)
 
@@ -109,11 +153,11 @@ class _MicroBatch:
         self.num_tokens = self.num_non_padding_tokens = rows * length
         self.num_samples, self.longest_sequence_tokens = rows, length
         self.sum_squared_sequence_tokens = rows * length * length
-        if (mask := forward.padding_mask) is not None:
-            self.num_non_padding_tokens = torch.count_nonzero(mask)
+        if forward.padding_mask is not None and forward.real_tokens is not None:
+            self.num_non_padding_tokens = _Trues(forward.real_tokens)
         if rule == "decoder":
             self._add_decoder(forward)
-        if mask is not None or rule == "decoder":
+        if forward.padding_mask is not None or rule == "decoder":
             return
         positions, starts, real = forward.packed_positions, forward.sequence_starts, forward.real_tokens
         if positions is not None and starts is not None and real is not None:
@@ -132,10 +176,10 @@ class _MicroBatch:
             return
         rows, length = sequence.shape
         mask = labels != IGNORED_LABEL if labels is not None else forward.tensor("decoder_attention_mask")
-        real = torch.count_nonzero(mask) if mask is not None else None
+        real = _Trues(mask != 0) if mask is not None else None
         encoder: Any = (self.num_tokens, self.num_non_padding_tokens, self.sum_squared_sequence_tokens)
         self.num_tokens = encoder[0] + rows * length
-        self.num_non_padding_tokens = encoder[1] + real if real is not None else None
+        self.num_non_padding_tokens = _sum(encoder[1], real) if real is not None else None
         self.sum_squared_sequence_tokens = encoder[2] + rows * length * length
         self.longest_sequence_tokens = _larger(self.longest_sequence_tokens, length)
 
@@ -146,21 +190,21 @@ class _MicroBatch:
             setattr(self, name, None if ours is None or theirs is None else combine(ours, theirs))
 
 
-def _supervised(forward: TrainingForward, rule: LabelRule) -> Tensor | None:
+def _supervised(forward: TrainingForward, rule: LabelRule) -> _Trues | None:
     """Positions that enter the loss."""
     shifted = forward.tensor("shift_labels")
     if shifted is not None:
-        return torch.count_nonzero(shifted != IGNORED_LABEL)
+        return _Trues(shifted != IGNORED_LABEL)
     labels = forward.tensor("labels")
     return _supervised_by(labels, rule) if labels is not None else None
 
 
-def _supervised_by(labels: Tensor, rule: LabelRule) -> Tensor | None:
+def _supervised_by(labels: Tensor, rule: LabelRule) -> _Trues | None:
     if labels.dim() != 2 or labels.is_floating_point():
         return None
     if rule == "shifted":
         labels = labels[:, 1:]
-    return torch.count_nonzero(labels != IGNORED_LABEL)
+    return _Trues(labels != IGNORED_LABEL)
 
 
 def _rows_of_any_tensor(forward: TrainingForward) -> int | None:
@@ -215,18 +259,18 @@ class TokenCounter:
             # Of the whole optimizer step, given again with each micro-batch.
             step.num_supervised_tokens = _whole_number(num_items)
         if step.num_supervised_tokens is None and labels:
-            step.num_supervised_tokens = _sum_of(_supervised_by(each, self._rule) for each in labels)
+            step.num_supervised_tokens = _sum_over(_supervised_by(each, self._rule) for each in labels)
         return PendingTokens(step)
 
 
-def _sum_of(counts: Iterable[Tensor | None]) -> _Count:
+def _sum_over(counts: Iterable[_Trues | None]) -> _Count:
     """A batch that was not moved to the GPU yet is counted on the host."""
     total: _Count = None
     for count in counts:
         if count is None:
             return None
-        known = int(count) if count.device.type == "cpu" else count
-        total = known if total is None else total + known
+        known = count if count.is_cuda else int(count.count())
+        total = known if total is None else _sum(total, known)
     return total
 
 

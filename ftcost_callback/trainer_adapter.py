@@ -28,7 +28,7 @@ from ftcost_callback.live_model import (
 )
 
 if TYPE_CHECKING:
-    from costmodel.estimation import Estimate
+    from costmodel.answer import Estimate
 
 __all__ = ["device_facts", "estimate_trainer", "job_from_objects", "model_facts", "versions"]
 

@@ -27,7 +27,7 @@ class TrainingWatch:
         self._gone = weakref.WeakMethod(gone)
         self._closely = weakref.WeakMethod(closely)
         self._thread = threading.get_ident()
-        self._is_following = False
+        self.is_following = False
         self._is_over = False
         self._at_collection = _AtCollection(self)
         gc.callbacks.append(self._at_collection)
@@ -37,13 +37,13 @@ class TrainingWatch:
         return type(None), ()  # a copy watches nothing
 
     def epoch_begins(self) -> None:
-        self._is_following = False
+        self.is_following = False
 
     def step_begins(self) -> None:
         """In the loop: its batches are followed, those of each epoch."""
-        if self._is_following or self._is_over:
+        if self.is_following or self._is_over:
             return
-        self._is_following = True
+        self.is_following = True
         frame: Any = sys._getframe()
         while frame is not None:
             if frame.f_code.co_name in (LOOP, "_run_epoch") and _BATCHES in frame.f_locals:

@@ -94,29 +94,15 @@ def build_workspace(entity: str, project: str) -> Any:
             smoothing_factor=0.0,
         )
 
+    def losses(title: str, x: str, title_x: str) -> Any:
+        keys = [f"{BY_COST_PREFIX}loss", f"{BY_COST_PREFIX}eval_loss"]
+        return reports.LinePlot(title=title, x=x, y=keys, title_x=title_x, title_y="loss", smoothing_factor=0.0)
+
     sections = [
         workspaces.Section(name=name, panels=[panel(*each) for each in panels], is_open=True) for name, panels in _SECTIONS
     ]
-    sections[0].panels.append(
-        reports.LinePlot(
-            title="Loss against dollars",
-            x=COST_AXIS_KEY,
-            y=[f"{BY_COST_PREFIX}loss", f"{BY_COST_PREFIX}eval_loss"],
-            title_x="USD spent",
-            title_y="loss",
-            smoothing_factor=0.0,
-        )
-    )
-    sections[2].panels.append(
-        reports.LinePlot(
-            title="Loss against hours (runs without a price)",
-            x=TIME_AXIS_KEY,
-            y=[f"{BY_COST_PREFIX}loss", f"{BY_COST_PREFIX}eval_loss"],
-            title_x="hours",
-            title_y="loss",
-            smoothing_factor=0.0,
-        )
-    )
+    sections[0].panels.append(losses("Loss against dollars", COST_AXIS_KEY, "USD spent"))
+    sections[2].panels.append(losses("Loss against hours (runs without a price)", TIME_AXIS_KEY, "hours"))
     settings = workspaces.WorkspaceSettings(x_axis=STEP_KEY, group_by_prefix="last", remove_legends_from_panels=False)
     # W&B adds the rest itself: losses, and the experts' histograms of each layer.
     return workspaces.Workspace(

@@ -40,7 +40,7 @@ def errors_of(rows: list[Any]) -> list[float]:
 
 def test_known_configurations_meet_the_bar(runs: list[Any]) -> None:
     """Rows of confidence A and B whose configuration is known: median at most 5 %, 90 % within 12 %."""
-    from memory_report import known, memory_errors
+    from memory_errors import known, memory_errors
 
     rows = known(memory_errors(runs))
     assert {run.source for run, _, _ in rows} == {"peft", "litgpt", "fsdp_qlora"}
@@ -52,7 +52,7 @@ def test_known_configurations_meet_the_bar(runs: list[Any]) -> None:
 
 
 def test_no_source_is_left_out_without_a_reason(runs: list[Any]) -> None:
-    from memory_report import NOT_KNOWN, VARIABLE_LENGTHS, memory_errors
+    from memory_errors import NOT_KNOWN, VARIABLE_LENGTHS, memory_errors
 
     assert set(NOT_KNOWN) == {"qwen1", "ms_swift"}
     assert set(NOT_KNOWN) >= VARIABLE_LENGTHS
@@ -65,16 +65,16 @@ def test_no_source_is_left_out_without_a_reason(runs: list[Any]) -> None:
         # not met: the best reached. Variable lengths: the order in which they came decides, 0.7 to 5 times the loss
         pytest.param("ms_swift LoRA", 5.0, 0.7, id="ms_swift-lora"),
         pytest.param("ms_swift QLoRA", 5.0, 0.9, id="ms_swift-qlora"),
-        pytest.param("ms_swift full", 6.0, 0.7, id="ms_swift-full"),
+        pytest.param("ms_swift full", 6.0, 0.65, id="ms_swift-full"),
         # not met: what these figures measure is not stated
-        pytest.param("qwen1 LoRA", 10.0, 0.65, id="qwen1-lora"),
-        pytest.param("qwen1 GPTQ", 16.0, 0.2, id="qwen1-gptq"),
+        pytest.param("qwen1 LoRA", 5.0, 0.85, id="qwen1-lora"),
+        pytest.param("qwen1 GPTQ", 6.5, 0.8, id="qwen1-gptq"),
     ],
 )
 def test_classes_that_miss_the_bar_stay_where_they_are(
     runs: list[Any], group: str, median: float, share_within_12: float
 ) -> None:
-    from memory_report import memory_errors
+    from memory_errors import memory_errors
 
     errors = errors_of([row for row in memory_errors(runs) if row[0].group == group])
     assert statistics.median(errors) <= median
@@ -83,25 +83,27 @@ def test_classes_that_miss_the_bar_stay_where_they_are(
 
 def test_what_is_needed_is_never_far_above_what_was_reserved(runs: list[Any]) -> None:
     """Cached blocks only add: without them no row of variable lengths is more than a tenth below ours."""
-    from memory_report import VARIABLE_LENGTHS, memory_errors
+    from memory_errors import VARIABLE_LENGTHS, memory_errors
 
     rows = [error for run, _, error in memory_errors(runs, holes=None) if run.source in VARIABLE_LENGTHS]
     assert max(rows) <= 0.1
 
 
 def test_the_interval_covers_70_to_90_percent_of_left_out_rows(runs: list[Any]) -> None:
-    """The ends come from the other sources of fixed length. Qwen 1 apart: its figures do not say what they measure."""
-    from memory_report import nested_memory_coverage, shipped_memory_coverage, with_memory
+    """The ends come from the other sources of fixed length."""
+    from memory_errors import with_memory
+    from memory_intervals import nested_memory_coverage, shipped_memory_coverage
 
-    some = [run for run in with_memory(runs) if run.source != "qwen1"]
     nested, shipped = nested_memory_coverage(runs), shipped_memory_coverage(runs)
-    assert 0.7 <= sum(nested[run.run_id] for run in some) / len(some) <= 0.9
+    assert 0.7 <= sum(nested.values()) / len(nested) <= 0.9
+    some = [run for run in with_memory(runs) if run.source != "qwen1"]  # its figures do not say what they measure
+    assert sum(nested[run.run_id] for run in some) / len(some) >= 0.7
     assert 0.7 <= sum(shipped.values()) / len(shipped) <= 0.95
 
 
 def test_verdicts(runs: list[Any]) -> None:
     """Public rows: all right. The paper's batches count twice, so one that is off by one is half wrong."""
-    from memory_report import all_verdicts, share_right
+    from memory_verdicts import all_verdicts, share_right
 
     verdicts = all_verdicts(runs)
     public = [each for each in verdicts if not each.source.startswith("paper")]
@@ -115,7 +117,7 @@ def test_verdicts(runs: list[Any]) -> None:
 
 
 def test_largest_batches_of_the_paper_need_no_factor() -> None:
-    from memory_report import PAPER_LARGEST, mean_log_error_of_largest
+    from memory_verdicts import PAPER_LARGEST, mean_log_error_of_largest
     from paper_points import PAPER_MEMORY_FIELDS, paper_max_batch
 
     assert mean_log_error_of_largest() <= 0.17
@@ -130,11 +132,48 @@ def test_largest_batches_of_the_paper_need_no_factor() -> None:
 
 
 def test_the_document_states_the_computed_errors(runs: list[Any]) -> None:
-    from memory_report import known, memory_errors
+    from memory_errors import known, memory_errors
 
     errors = errors_of(known(memory_errors(runs)))
     text = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
     assert f"| known configuration | {len(errors)} | {statistics.median(errors):.1f} % (met) |" in text
+
+
+# --- Qwen 1's own stack, traced and replayed ---------------------------------------------------------------------------
+
+
+def test_tensors_are_those_of_a_trace_of_qwens_own_stack(runs: list[Any]) -> None:
+    from memory_report import qwen_replays
+
+    rows = qwen_replays(runs)
+    assert len(rows) == 59
+    off = [abs(row.ours / row.allocated - 1) for row in rows]
+    assert max(off) <= 0.03
+    assert statistics.median(off) <= 0.005
+
+
+def test_only_as_decimal_gigabytes_the_rest_of_qwens_figures_does_not_grow_with_the_model(runs: list[Any]) -> None:
+    from memory_report import qwen_replays
+
+    rows = [row for row in qwen_replays(runs) if row.method == "GPTQ"]
+    rest: dict[str, tuple[float, float]] = {}
+    for model in ("Qwen/Qwen-1_8B", "Qwen/Qwen-72B"):
+        some = [row for row in rows if row.model == model]
+        decimal = statistics.median(row.printed * 1e9 / 2**30 - row.reserved for row in some)
+        rest[model] = (decimal, statistics.median(row.printed - row.reserved for row in some))
+    (small, small_binary), (large, large_binary) = rest.values()
+    assert 1.0 <= small <= large <= small + 1.0  # GiB
+    assert large_binary >= small_binary + 4.0
+
+
+def test_gptqs_share_for_the_allocator_is_that_of_its_replays() -> None:
+    with open(ACCURACY / "qwen_replays.csv", encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["method"] == "GPTQ"]
+    shares = []
+    for row in rows:
+        static, allocated, reserved = (float(row[f"{name}_gib"]) for name in ("static", "allocated", "reserved"))
+        shares.append((reserved - allocated) / (allocated - static))
+    assert pytest.approx(statistics.median(shares), abs=0.02) == constants.GPTQ_ALLOCATOR_OVERHEAD
 
 
 # --- the replayed allocator ------------------------------------------------------------------------------------------------

@@ -32,6 +32,12 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages_of(navigation) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
 
 
+def test_every_example_s_source_is_on_its_page() -> None:
+    page = (DOCS / "examples.md").read_text()
+    files = [path.name for path in (ROOT / "examples").iterdir() if path.suffix in {".py", ".sh", ".json"}]
+    assert [name for name in files if f'--8<-- "examples/{name}"' not in page] == []
+
+
 @pytest.mark.slow
 def test_the_site_builds_and_no_link_leads_nowhere(tmp_path: Path) -> None:
     if importlib.util.find_spec("material") is None:

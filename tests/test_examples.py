@@ -187,6 +187,11 @@ def test_every_python_example_has_a_tiny_size() -> None:
     assert without == []
 
 
+def test_every_python_example_says_that_no_gpu_has_run_its_real_size() -> None:
+    files = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "tiny.py"})
+    assert [each.name for each in files if "no gpu has run" not in each.read_text().lower()] == []
+
+
 def test_every_example_is_in_the_list() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".sh", ".ipynb"}} - {"tiny.py"}

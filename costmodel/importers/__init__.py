@@ -6,6 +6,7 @@ to a key of the file or to the tool's own default, and every key understood, har
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -56,8 +57,10 @@ def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
         return "trl"
     if keys & _JOB_KEYS:
         return "job"  # misspelt: the job's own message names the nearest field
+    nearest = {near for key in keys for near in difflib.get_close_matches(short(key), _JOB_KEYS, n=1, cutoff=0.8)}
+    hint = f"nearest fields of a job: {', '.join(sorted(nearest))}; " if nearest else ""
     raise CostModelError(
-        f"no known configuration has these keys: {', '.join(map(short, sorted(keys)[:8]))}; known are job files, "
+        f"no known configuration has these keys: {', '.join(map(short, sorted(keys)[:8]))}; {hint}known are job files, "
         "Axolotl, LLaMA-Factory, TRL and TrainingArguments, W&B run configs and checkpoint folders"
     )
 

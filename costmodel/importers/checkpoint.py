@@ -16,8 +16,6 @@ from costmodel.importers.reading import (
     ImportedJob,
     Origin,
     dtype_name,
-    listed_names,
-    names,
     quantization_fields,
     read_mapping,
 )
@@ -180,7 +178,7 @@ def _read_model(folder: str, config: dict[str, Any]) -> ImportedJob:
         reader.set("dtype", name, reader.key_of("dtype", "torch_dtype"))
     quantization = reader.value("quantization_config")
     if isinstance(quantization, dict):
-        for field, value in quantization_fields(quantization).items():
+        for field, value in quantization_fields(quantization, reader.warn).items():
             reader.set(field, value, "quantization_config")
     # The rest is the model's shape, which the model's own reader checks.
     return reader.finish(harmless=frozenset(config), not_modelled={})
@@ -196,17 +194,5 @@ def _read_adapter(folder: str, config: dict[str, Any]) -> ImportedJob:
     # A folder that also holds the model's config is a merged or a full save; its own config is the exact one.
     if base and not os.path.isfile(os.path.join(folder, MODEL_FILE)):
         reader.set("model", str(base), "base_model_name_or_path")
-    read_adapter_fields(reader)
+    reader.copy_lora_fields(prefix="")
     return reader.finish(harmless=HARMLESS_ADAPTER_KEYS, not_modelled=NOT_MODELLED_ADAPTER_KEYS)
-
-
-def read_adapter_fields(reader: ConfigReader) -> None:
-    """peft's ``LoraConfig`` as JSON -> the job's LoRA fields."""
-    reader.copy("lora_r", "r")
-    reader.copy("lora_alpha", "lora_alpha")
-    reader.copy("lora_dropout", "lora_dropout")
-    reader.copy("lora_target_modules", "target_modules", convert=names)
-    reader.copy("lora_target_parameters", "target_parameters", convert=listed_names)
-    reader.copy("lora_modules_to_save", "modules_to_save", convert=listed_names)
-    reader.set("use_rslora", reader.flag("use_rslora"), "use_rslora")
-    reader.set("use_dora", reader.flag("use_dora"), "use_dora")

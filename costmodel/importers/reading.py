@@ -16,12 +16,11 @@ from typing import Any, Final, Literal
 
 from costmodel.errors import CostModelError, one_line, short, shown
 from costmodel.specs import OPTIMIZERS, Job, parse_job
-from costmodel.strict_json import parse_json
+from costmodel.strict_json import job_mapping, parse_json
 
 MAX_CONFIG_BYTES: Final = 10 * 1000 * 1000
 MAX_CONFIG_VALUES: Final = 200_000
 
-KeyClass = Literal["understood", "harmless", "unknown"]
 # What limits or splits a data set, in any of the tools.
 DATASET_KEYS: Final = (
     "max_samples",
@@ -165,6 +164,17 @@ class ConfigReader:
             self.set(field, self.converted(value, key, convert) if convert else value, key)
         return self.fields.get(field)
 
+    def copy_lora_fields(self, *, prefix: str) -> None:
+        """The fields of peft's ``LoraConfig``: its own names with ``prefix`` "", TRL's ModelConfig with "lora_"."""
+        self.copy("lora_r", f"{prefix}r")
+        self.copy("lora_alpha", "lora_alpha")
+        self.copy("lora_dropout", "lora_dropout")
+        self.copy("lora_target_modules", f"{prefix}target_modules", convert=names)
+        self.copy("lora_target_parameters", f"{prefix}target_parameters", convert=listed_names)
+        self.copy("lora_modules_to_save", f"{prefix}modules_to_save", convert=listed_names)
+        for field in ("use_rslora", "use_dora"):
+            self.set(field, self.flag(field), field)
+
     def converted(self, value: Any, key: str, convert: Callable[[Any], Any]) -> Any:
         """``convert(value)``, whose complaint then names the file and the key."""
         try:
@@ -267,11 +277,7 @@ def read_mapping(path: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]
 
 def mapping_in_text(text: str, path: str, *, is_yaml: bool) -> dict[str, Any]:
     """:func:`read_mapping` for a text that is read already; ``path`` is its name in messages."""
-    value = parse_yaml(text, path) if is_yaml else parse_json(text, path)
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return value
-    kind = "field names that are not text" if isinstance(value, dict) else type(value).__name__
-    raise CostModelError(f"{path} must hold one job, a mapping of field names to values; it holds {kind}")
+    return job_mapping(parse_yaml(text, path) if is_yaml else parse_json(text, path), path)
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -283,7 +289,8 @@ def parse_yaml(text: str, where: str) -> Any:
     except CostModelError as error:  # of a key that comes twice
         raise CostModelError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CostModelError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).replace('in "<unicode string>",', "at").split())
+        raise CostModelError(f"{where} is not valid YAML: {text}") from None
     _refuse_expansion(value, where)
     if isinstance(value, dict):
         for name in ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy"):
@@ -405,13 +412,13 @@ def dtype_name(value: Any) -> str | None:
     return _DTYPES.get(str(value).strip().lower().removeprefix("torch."))
 
 
-_ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTION_KERNELS: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def attention_name(reader: ConfigReader, value: Any, key: str) -> str | None:
     """A job's ``attn_implementation``; the nearest modelled one, with a warning, for the others."""
     name = str(value).strip().split("@")[0].split(":")[0]
-    if name in _ATTENTION:
+    if name in ATTENTION_KERNELS:
         return name
     lowered = name.lower()
     nearest = None
@@ -512,8 +519,11 @@ def fsdp_words(fsdp: Any, config: Any) -> str | None:
     return " ".join(words)
 
 
-def quantization_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``quantization_config`` of a config.json (or BitsAndBytesConfig's arguments) -> the job's fields."""
+def quantization_fields(config: Mapping[str, Any], warn: Callable[[str], None]) -> dict[str, Any]:
+    """``quantization_config`` of a config.json (or BitsAndBytesConfig's arguments) -> the job's fields.
+
+    ``warn`` is told of a way to store the base that is not modelled.
+    """
     method = str(config.get("quant_method") or "").lower()
     bits = config.get("bits")
     if method == "bitsandbytes" or config.get("load_in_4bit") or config.get("load_in_8bit"):
@@ -528,12 +538,15 @@ def quantization_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"quantization": f"{method}-int4"}
     if method in ("mxfp4", "fp8"):
         return {"quantization": method}
+    if method not in ("", "bitsandbytes"):
+        how = f"{short(method)} in {bits} bits" if isinstance(bits, int) else short(method)
+        warn(f"quantization_config: {how} is not modelled; the base is counted unquantised, which needs more memory")
     return {}
 
 
 def local_model_config(model: Any) -> dict[str, Any] | None:
     """The model's ``config.json`` if it is inline, in the catalogue or on the disk; never asks the network."""
-    from costmodel.catalog import find_model_config, find_model_id
+    from costmodel.model_catalog import find_model_config, find_model_id
 
     try:
         if isinstance(model, dict):

@@ -20,9 +20,7 @@ from costmodel.importers.reading import (
     attention_name,
     dtype_name,
     is_on,
-    listed_names,
     local_model_config,
-    names,
     quantization_fields,
     zero_stage,
 )
@@ -326,7 +324,7 @@ def _quantization(reader: ConfigReader, init: Mapping[str, Any]) -> None:
         reader.set("quantization", "int8", "load_in_8bit")
     inline = init.get("quantization_config") or reader.value("quantization_config")
     if isinstance(inline, dict):
-        for field, value in quantization_fields(inline).items():
+        for field, value in quantization_fields(inline, reader.warn).items():
             reader.set(field, value, "quantization_config")
 
 
@@ -348,14 +346,7 @@ def _method(reader: ConfigReader, is_trl: bool) -> None:
     # A key of "file" origin only where the file has it; a quantised base says qlora by itself.
     key = "use_peft" if use_peft else next(iter(lora_keys), "load_in_4bit")
     reader.set("method", "qlora" if quantized else "lora", key)
-    reader.copy("lora_r", "lora_r")
-    reader.copy("lora_alpha", "lora_alpha")
-    reader.copy("lora_dropout", "lora_dropout")
-    reader.copy("lora_target_modules", "lora_target_modules", convert=names)
-    reader.copy("lora_target_parameters", "lora_target_parameters", convert=listed_names)
-    reader.copy("lora_modules_to_save", "lora_modules_to_save", convert=listed_names)
-    reader.set("use_rslora", reader.flag("use_rslora"), "use_rslora")
-    reader.set("use_dora", reader.flag("use_dora"), "use_dora")
+    reader.copy_lora_fields(prefix="lora_")
     if is_trl:
         reader.default("lora_r", 16, "trainer/model_config.py")
         reader.default("lora_alpha", 32, "trainer/model_config.py")

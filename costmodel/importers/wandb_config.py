@@ -15,6 +15,7 @@ from typing import Any, Final
 from costmodel.errors import CostModelError
 from costmodel.importers import checkpoint, llamafactory, training_arguments, trl
 from costmodel.importers.reading import (
+    ATTENTION_KERNELS,
     ConfigReader,
     ImportedJob,
     Origin,
@@ -72,7 +73,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
             set_field("dtype", dtype_name(model[key]) if key in model else None, key)
     quantization = model.get("quantization_config")
     if isinstance(quantization, dict):
-        for field, value in quantization_fields(quantization).items():
+        for field, value in quantization_fields(quantization, warnings.append).items():
             set_field(field, value, "quantization_config")
     for field, value in _adapter_fields(adapter, where, warnings).items():
         set_field(field, value, "peft_config")
@@ -82,7 +83,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
         set_field("method", "full", "no peft_config")
     attention = model.get("_attn_implementation") or model.get("_attn_implementation_autoset")
     if isinstance(attention, str) and "attn_implementation" not in fields:
-        set_field("attn_implementation", attention if attention in ("eager", "sdpa", "flash_attention_2") else None, "model")
+        set_field("attn_implementation", attention if attention in ATTENTION_KERNELS else None, "model")
     _software(model, fields, set_field, warnings)
     for field, value in _machine(where).items():
         if field not in fields:
@@ -135,7 +136,7 @@ def _adapter_fields(adapter: Any, where: str, warnings: list[str]) -> dict[str, 
     kind = str(reader.value("peft_type") or "LORA").upper().rpartition(".")[2]
     if kind != "LORA":
         raise CostModelError(f"peft_config in {where}: adapters of type {kind} are not modelled; only LoRA is")
-    checkpoint.read_adapter_fields(reader)
+    reader.copy_lora_fields(prefix="")
     for key, reason in checkpoint.NOT_MODELLED_ADAPTER_KEYS.items():
         if config.get(key):
             warnings.append(f"peft_config.{key}: {reason}")

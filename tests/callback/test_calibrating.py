@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from costmodel.calibration import fit, read_calibration
+from costmodel.calibration import fit
+from costmodel.described_job import TokensSeen
 from costmodel.errors import CostModelError
-from costmodel.estimation import TokensSeen, estimate_from_tokens, measured_step
+from costmodel.estimation import estimate_from_tokens, measured_step
+from costmodel.stored_calibrations import read_calibration
 from ftcost_callback.calibrating import measured_steps, steps_of_run
 from ftcost_callback.cli import app, run
 from ftcost_callback.records import Session, Step
@@ -42,12 +46,16 @@ def seconds_of(length: int, job: dict[str, Any] = JOB) -> float:
     return measured_step(job, 1.0, "", seen).predicted_seconds(DEVICE, HOST)
 
 
-def write_run(folder: Path, lengths: list[int], run_id: str = "run-1", **changes: Any) -> Path:
-    """A record whose steps take what the model says, with two slow first steps; ``changes`` go on every fifth step."""
+def write_run(
+    folder: Path, lengths: list[int], run_id: str = "run-1", noise: Callable[[], float] = lambda: 1.0, **changes: Any
+) -> Path:
+    """A record whose steps take what the model says, times ``noise()``, with two slow first steps; ``changes`` go on every
+    fifth step.
+    """
     file = RunFile(run_file_path(folder))
     file.append(Session(run_id=run_id, session_index=0, started_at="2026-09-30T10:00:00+00:00", job=JOB))
     for place, length in enumerate(lengths):
-        fields: dict[str, Any] = {"step_seconds": seconds_of(length) * (5.0 if place < 2 else 1.0)}
+        fields: dict[str, Any] = {"step_seconds": seconds_of(length) * noise() * (5.0 if place < 2 else 1.0)}
         if place % 5 == 4:
             fields |= changes
         file.append(
@@ -89,6 +97,32 @@ def test_one_run_with_like_batches_gives_one_factor(tmp_path: Path) -> None:
     calibration = calibrated(write_run(tmp_path, varied(500, 520)))
     assert calibration.num_factors == 1
     assert HOST < calibration.device_factor <= DEVICE * 1.001
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.15])
+def test_the_scatter_of_a_run_is_that_of_its_steps(tmp_path: Path, noise: float) -> None:
+    """Beyond what their tokens ask for: 60 steps of 32 to 2,000 tokens, in groups of seven or eight."""
+    draw = random.Random(5)
+    write_run(tmp_path, varied(count=62), noise=lambda: math.exp(draw.gauss(0.0, noise)))
+    steps = steps_of_run(read_run(tmp_path))
+    assert len(steps) == 8
+    for step in steps:  # the standard error of a median of seven or eight
+        assert step.scatter == pytest.approx(1.25 * noise / math.sqrt(60 / 8), rel=0.35)
+
+
+def test_twenty_noisy_steps_do_not_run_away(tmp_path: Path) -> None:
+    """Steps that scatter by 30 %: the shortest, the middle and the longest batch, over 25 runs."""
+    missed = []
+    for seed in range(25):
+        draw = random.Random(seed)
+        lengths = [draw.randint(300, 1500) for _ in range(20)]
+        folder = write_run(tmp_path / str(seed), lengths, noise=lambda draw=draw: math.exp(draw.gauss(0.0, 0.3)))
+        found = calibrated(folder)
+        for length in (300, 900, 1500):
+            seen = TokensSeen(2, 2 * length, 2 * length, 2 * length * length, length)
+            step = measured_step(JOB, 1.0, "", seen)
+            missed.append(abs(step.predicted_seconds(found.device_factor, found.host_factor) / seconds_of(length) - 1))
+    assert max(missed) < 0.35  # 0.6 where two factors are fitted whatever the noise
 
 
 def test_two_runs_of_one_stack_make_one_calibration(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import json
@@ -32,7 +33,7 @@ from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback
 from ftcost_callback.arguments import BillingStart, process_age_seconds
 from ftcost_callback.report_html import render_report
-from ftcost_callback.report_series import read_series
+from ftcost_callback.report_reading import read_series
 from ftcost_callback.run_file import read_ledger, read_run
 from ftcost_callback.sinks import ConsoleSink, InMemorySink
 
@@ -303,6 +304,9 @@ def test_a_prediction_for_a_card_that_does_not_train_is_no_yardstick(tmp_path: P
         "num_tokens_per_step", "num_non_padding_tokens_per_step",
     }  # fmt: skip
     assert {window.step_seconds_measured_over_predicted for window in sink.windows} == {None}
+    # Nor for MFU: a processor has no share of that card's peak.
+    assert {window.mfu for window in sink.windows} | {record.summary.mfu} == {None}
+    assert "peak_flops_per_second" not in (record.sessions[0].device or {})
     page = render_report([read_series(tmp_path)])
     assert "The prediction is for H100 SXM, which did not train" in page
     assert "not comparable" in page
@@ -550,7 +554,7 @@ def test_a_record_that_cannot_be_read_leaves_the_ledger(tmp_path: Path, monkeypa
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ArithmeticError("damaged")
 
-    monkeypatch.setattr("ftcost_callback.callback.read_run", fail)
+    monkeypatch.setattr("ftcost_callback.resuming.read_run", fail)
     trainer = tiny_trainer(tmp_path, [callback()], max_steps=6)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     monkeypatch.undo()
@@ -590,5 +594,20 @@ def test_a_bill_that_began_long_ago_is_doubted(tmp_path: Path, caplog: pytest.Lo
     assert len([message for message in caplog.messages if "runs since 2020-01-01" in message]) == 1
 
 
-def test_a_callback_can_be_pickled() -> None:
-    assert isinstance(pickle.loads(pickle.dumps(FTCostCallback())), FTCostCallback)
+def test_a_callback_can_be_pickled_and_copied_while_it_trains(tmp_path: Path) -> None:
+    """The copy measures a training of its own; the one that trains goes on."""
+    made: list[FTCostCallback] = []
+
+    class Copies(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            made.append(pickle.loads(pickle.dumps(measuring)))
+            made.append(copy.deepcopy(measuring))
+
+    measuring = callback(sinks=FTCostCallback().sinks)  # the usual ones
+    tiny_trainer(tmp_path / "first", [measuring, Copies()]).train()
+    assert read_run(tmp_path / "first").summary is not None
+    assert len(made) == 8
+    for place, each in enumerate(made[-2:]):
+        tiny_trainer(tmp_path / str(place), [each]).train()
+        assert len(read_run(tmp_path / str(place)).steps) == 4
+    assert len(read_run(tmp_path / "first").steps) == 4

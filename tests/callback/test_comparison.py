@@ -51,114 +51,168 @@ def test_nothing_predicted_and_nothing_measured() -> None:
     assert compare({"step_seconds": 0.0, "memory": None}, Measured(step_seconds=1.0)).ratios == {}
 
 
-@pytest.mark.parametrize(
-    ("measured", "sentence"),
-    [
-        pytest.param(Measured(step_seconds=1.04), "step 1.04x the prediction: on plan", id="on-plan"),
-        pytest.param(
-            Measured(step_seconds=1.42, data_wait_seconds=0.426),
-            "step 1.42x the prediction: 30% of it is waiting for data; raise dataloader_num_workers",
-            id="data-wait",
-        ),
-        pytest.param(
-            Measured(step_seconds=1.42, data_wait_seconds=0.426, dataloader_num_workers=2),
-            "step 1.42x the prediction: 30% of it is waiting for data; raise dataloader_num_workers (now 2) or prepare "
-            "the data before training",
-            id="data-wait-with-workers",
-        ),
-        pytest.param(
-            Measured(step_seconds=1.5, num_tokens_per_step=5600.0),
-            "step 1.50x the prediction: steps hold 40% more tokens than expected; give the data set's real lengths, or "
-            "expect this cost",
-            id="more-tokens",
-        ),
-        pytest.param(
-            Measured(step_seconds=0.7, num_tokens_per_step=2800.0),
-            "step 0.70x the prediction: steps hold 30% fewer tokens than expected",
-            id="fewer-tokens",
-        ),
-        pytest.param(
-            Measured(step_seconds=1.6, throttle_reasons=0x20 | 0x04, busy_fraction=1.0),
-            "step 1.60x the prediction: the GPU lowered its clocks for heat; check its cooling",
-            id="heat",
-        ),
-        pytest.param(
-            Measured(step_seconds=1.6, throttle_reasons=0x04, busy_fraction=0.55),
-            "step 1.60x the prediction: the GPU idles 45% of the time waiting for the host; a larger "
-            "per_device_train_batch_size gives it more work for each launch, torch_compile=True fewer launches",
-            id="host-bound-before-power-cap",
-        ),
-        pytest.param(
-            Measured(step_seconds=1.6, throttle_reasons=0x04, busy_fraction=0.99),
-            "step 1.60x the prediction: the GPU ran at its power cap; raise the limit (nvidia-smi -pl) or expect this speed",
-            id="power-cap",
-        ),
-        pytest.param(
-            Measured(step_seconds=1.6),
-            "step 1.60x the prediction: training itself is slower than modelled; `ftcost calibrate` on this run makes "
-            "the next estimate closer",
-            id="unexplained",
-        ),
-        pytest.param(
-            Measured(step_seconds=0.5),
-            "step 0.50x the prediction: faster than modelled; `ftcost calibrate` on this run makes the next estimate closer",
-            id="faster",
-        ),
-        pytest.param(
-            Measured(step_seconds=1.0, peak_allocated_bytes=12 * 2**30),
-            "peak memory 1.50x the prediction, speed on plan; keep that much free before raising the batch size",
-            id="memory",
-        ),
-    ],
-)
-def test_the_sentence_names_the_largest_cause_and_a_way_out(measured: Measured, sentence: str) -> None:
-    assert compare(ESTIMATE, measured).verdict == sentence
+def estimate_of(groups: dict[str, float], **job: Any) -> dict[str, Any]:
+    """A step of one second; ``groups``: seconds of its parts."""
+    return {**ESTIMATE, "step": {"bound_by": "compute", "by_group_seconds": groups}, "job": job}
+
+
+MOE = {"attention_linears": 0.2, "experts": 0.5, "elementwise": 0.2, "host": 0.1}
+EVEN = {"mlp": 0.2, "attention_linears": 0.25, "elementwise": 0.25, "head_and_loss": 0.25}
+CALIBRATE = "`ftcost calibrate` on this run makes the next estimate closer"
+LARGER_BATCH = "a larger per_device_train_batch_size gives it more work for each launch"
+FEWER_LAUNCHES = f"{LARGER_BATCH}, torch_compile=True fewer launches"
+WAITED = "of the time for a processor that others used; free the machine or give the job more cores"
+MEDIAN_ON_PLAN = "so it is single steps that differ and not the model of the time"
+
+
+def case(name: str, step: float, why: str, *, estimate: dict[str, Any] = ESTIMATE, **measured: Any) -> Any:
+    """A step of ``step`` seconds where one was predicted, and what is said of it."""
+    sentence = f"step {step:.2f}x the prediction: {why}"
+    return pytest.param(estimate, Measured(step_seconds=step, **measured), sentence, id=name)
 
 
 @pytest.mark.parametrize(
-    ("measured", "sentence"),
+    ("estimate", "measured", "sentence"),
     [
-        pytest.param(
-            # A wait of 43 % of the time makes a step at most 1 / (1 - 0.43) = 1.75 times as long.
-            Measured(step_seconds=15.73, processor_wait_fraction=0.43),
-            "step 15.73x the prediction: the training thread waited 43% of the time for a processor that others used; free "
-            "the machine or give the job more cores; that explains 1.75x of it, the rest is not explained by anything "
-            "measured",
-            id="a-wait-that-explains-a-part",
+        case("on-plan", 1.04, "on plan"),
+        case(
+            "data-wait", 1.42, "30% of it is waiting for data; raise dataloader_num_workers", data_wait_seconds=0.426
         ),
-        pytest.param(
-            Measured(step_seconds=15.73, processor_wait_fraction=0.05),
-            "step 15.73x the prediction: nothing measured explains it, and it is too much for one term of the estimate; "
-            "look for other work on the machine before `ftcost calibrate`",
-            id="far-off-and-unexplained",
+        case(
+            "data-wait-with-workers", 1.42,
+            "30% of it is waiting for data; raise dataloader_num_workers (now 2) or prepare the data before training",
+            data_wait_seconds=0.426, dataloader_num_workers=2,
         ),
-        pytest.param(
-            Measured(step_seconds=0.7, median_step_seconds=1.0),
-            "step 0.70x the prediction: the median step is on plan (1.00x), so it is single steps that differ and not the "
-            "model of the time",
-            id="fast-mean-median-on-plan",
+        case(
+            "more-tokens", 1.5,
+            "steps hold 40% more tokens than expected; give the data set's real lengths, or expect this cost",
+            num_tokens_per_step=5600.0,
         ),
-        pytest.param(
-            Measured(step_seconds=1.6, median_step_seconds=1.05),
-            "step 1.60x the prediction: the median step is on plan (1.05x), so it is single steps that differ and not the "
-            "model of the time",
-            id="slow-mean-median-on-plan",
+        case("fewer-tokens", 0.7, "steps hold 30% fewer tokens than expected", num_tokens_per_step=2800.0),
+        case(
+            "heat", 1.6, "the GPU lowered its clocks for heat; check its cooling",
+            throttle_reasons=0x20 | 0x04, busy_fraction=1.0,
         ),
-        pytest.param(
-            Measured(step_seconds=1.6, median_step_seconds=1.3),
-            "step 1.60x the prediction: training itself is slower than modelled; `ftcost calibrate` on this run, which goes "
-            "by the median step (1.30x), makes the next estimate closer",
-            id="calibrate-will-say-another-number",
+        case(
+            "host-bound-before-power-cap", 1.6, f"the GPU idles 45% of the time waiting for the host; {FEWER_LAUNCHES}",
+            throttle_reasons=0x04, busy_fraction=0.55,
         ),
-        pytest.param(
-            Measured(step_seconds=15.73, processor_wait_fraction=0.43, predicted_gpu="H100 SXM"),
-            "the prediction is for H100 SXM, which is not the device that trains: time and memory are not comparable",
-            id="another-card",
+        case(
+            "power-cap", 1.6, "the GPU ran at its power cap; raise the limit (nvidia-smi -pl) or expect this speed",
+            throttle_reasons=0x04, busy_fraction=0.99,
+        ),
+        case("unexplained", 1.6, f"training itself is slower than modelled; {CALIBRATE}"),
+        case("faster", 0.5, f"faster than modelled; {CALIBRATE}"),
+        # --- it claims no more than it explains ---
+        # A wait of 43 % of the time makes a step at most 1 / (1 - 0.43) = 1.75 times as long.
+        case(
+            "a-wait-that-explains-a-part", 15.73,
+            f"the training thread waited 43% {WAITED}; that explains 1.75x of it, the rest is not "
+            "explained by anything measured",
+            processor_wait_fraction=0.43,
+        ),
+        case(
+            "far-off-and-unexplained", 15.73,
+            "nothing measured explains it, and it is too much for one term of the estimate; look for other work on the "
+            "machine before `ftcost calibrate`",
+            processor_wait_fraction=0.05,
+        ),
+        case(
+            "fast-mean-median-on-plan", 0.7, f"the median step is on plan (1.00x), {MEDIAN_ON_PLAN}", median_step_seconds=1.0
+        ),
+        case(
+            "slow-mean-median-on-plan", 1.6,
+            f"the median step is on plan (1.05x), {MEDIAN_ON_PLAN}", median_step_seconds=1.05
+        ),
+        case(
+            "calibrate-will-say-another-number", 1.6,
+            "training itself is slower than modelled; `ftcost calibrate` on this run, which goes by the median step (1.30x)"
+            ", makes the next estimate closer",
+            median_step_seconds=1.3,
+        ),
+        # --- the predicted parts and the settings decide what is named ---
+        case(
+            "uneven-experts-that-cost", 1.6,
+            "the busiest expert gets 2.2x the average tokens, which adds 0.5 s to each step; a larger router_aux_loss_coef, "
+            "where the model has one, evens the load out",
+            estimate=estimate_of(MOE, experts_implementation="eager"), load_max_over_mean=2.25, imbalance_step_seconds=0.5,
+        ),
+        # The run that was blamed on its experts: a busy CPU, experts together, and a small share of the step.
+        case(
+            "busy-machine-not-uneven-experts", 1.6, f"the training thread waited 40% {WAITED}",
+            estimate=estimate_of(MOE, experts_implementation="grouped_mm"), load_max_over_mean=2.5,
+            processor_wait_fraction=0.4,
+        ),
+        case(
+            "uneven-experts-that-cost-nothing", 1.6,
+            f"most likely the expert products (50% of the predicted step); {CALIBRATE}",
+            estimate=estimate_of(MOE, experts_implementation="grouped_mm"), load_max_over_mean=2.5,
+            imbalance_step_seconds=0.0,
+        ),
+        case(
+            "uneven-experts-that-cost-little", 1.6, f"most likely the MLP products (90% of the predicted step); {CALIBRATE}",
+            estimate=estimate_of({"mlp": 0.9, "experts": 0.05, "host": 0.05}, experts_implementation="eager"),
+            load_max_over_mean=3.0, imbalance_step_seconds=0.1,
+        ),
+        case(
+            "host", 1.6, f"most likely Python and kernel launches (70% of the predicted step); {FEWER_LAUNCHES}",
+            estimate=estimate_of({"mlp": 0.3, "host": 0.7}, torch_compile=False),
+        ),
+        case(
+            "the-gpu-idles-no-more-than-was-predicted", 1.6,
+            f"most likely the MLP products (30% of the predicted step); {CALIBRATE}",
+            estimate=estimate_of({"mlp": 0.3, "host": 0.7}, torch_compile=True), busy_fraction=0.5,
+        ),
+        case(
+            "torch-compile-is-not-advised-where-it-is-on", 1.6,
+            f"the GPU idles 50% of the time waiting for the host; {LARGER_BATCH}",
+            estimate=estimate_of({"mlp": 0.9, "host": 0.1}, torch_compile=True), busy_fraction=0.5,
+        ),
+        case(
+            "eager-attention", 1.6,
+            "most likely attention scores (60% of the predicted step); attn_implementation='sdpa' keeps the score matrix "
+            "out of memory",
+            estimate=estimate_of({"attention_scores": 0.6, "mlp": 0.4}, attn_implementation="eager"),
+        ),
+        case(
+            "expert-loop", 1.6,
+            "most likely the Python loop over experts (60% of the predicted step); experts_implementation='grouped_mm' "
+            "removes it",
+            estimate=estimate_of({"expert_loop": 0.6, "experts": 0.4}, experts_implementation="eager"),
+        ),
+        case(
+            "inside-the-band", 1.6,
+            "inside the estimate's own band (up to 1.70x), most likely the MLP products (90% of the predicted step); "
+            f"{CALIBRATE}",
+            estimate={**estimate_of({"mlp": 0.9}), "step_seconds_high": 1.7},
+        ),
+        case(
+            "no-term-stands-out", 1.6, f"kernels are slower than modelled, none of them more than another; {CALIBRATE}",
+            estimate=estimate_of(EVEN), processor_wait_fraction=0.01,
+        ),
+        case(
+            "what-explains-little-is-not-named", 2.0, "the GPU lowered its clocks for heat; check its cooling",
+            estimate=estimate_of({"mlp": 0.9}), processor_wait_fraction=0.1, throttle_reasons=0x20,
         ),
     ],
-)
-def test_a_sentence_claims_no_more_than_it_explains(measured: Measured, sentence: str) -> None:
-    assert compare(ESTIMATE, measured).verdict == sentence
+)  # fmt: skip
+def test_the_sentence_names_the_largest_cause_and_a_way_out(
+    estimate: dict[str, Any], measured: Measured, sentence: str
+) -> None:
+    assert compare(estimate, measured).verdict == sentence
+
+
+def test_memory_is_named_where_speed_is_on_plan() -> None:
+    assert compare(ESTIMATE, Measured(step_seconds=1.0, peak_allocated_bytes=12 * 2**30)).verdict == (
+        "peak memory 1.50x the prediction, speed on plan; keep that much free before raising the batch size"
+    )
+
+
+def test_another_card_is_no_yardstick() -> None:
+    measured = Measured(step_seconds=15.73, processor_wait_fraction=0.43, predicted_gpu="H100 SXM")
+    assert compare(ESTIMATE, measured).verdict == (
+        "the prediction is for H100 SXM, which is not the device that trains: time and memory are not comparable"
+    )
 
 
 def test_a_prediction_for_another_card_is_held_against_tokens_alone() -> None:
@@ -176,109 +230,6 @@ def test_a_small_wait_is_not_blamed() -> None:
     verdict = compare(ESTIMATE, Measured(step_seconds=1.5, data_wait_seconds=0.02)).verdict
     assert verdict is not None
     assert "waiting" not in verdict
-
-
-def estimate_of(groups: dict[str, float], **job: Any) -> dict[str, Any]:
-    """A step of one second; ``groups``: seconds of its parts."""
-    return {**ESTIMATE, "step": {"bound_by": "compute", "by_group_seconds": groups}, "job": job}
-
-
-MOE = {"attention_linears": 0.2, "experts": 0.5, "elementwise": 0.2, "host": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("estimate", "measured", "sentence"),
-    [
-        pytest.param(
-            estimate_of(MOE, experts_implementation="eager"),
-            Measured(step_seconds=1.6, load_max_over_mean=2.25, imbalance_step_seconds=0.5),
-            "step 1.60x the prediction: the busiest expert gets 2.2x the average tokens, which adds 0.5 s to each step; a "
-            "larger router_aux_loss_coef, where the model has one, evens the load out",
-            id="uneven-experts-that-cost",
-        ),
-        pytest.param(
-            # The run that was blamed on its experts: a busy CPU, experts together, and a small share of the step.
-            estimate_of(MOE, experts_implementation="grouped_mm"),
-            Measured(step_seconds=1.6, load_max_over_mean=2.5, processor_wait_fraction=0.4),
-            "step 1.60x the prediction: the training thread waited 40% of the time for a processor that others used; free "
-            "the machine or give the job more cores",
-            id="busy-machine-not-uneven-experts",
-        ),
-        pytest.param(
-            estimate_of(MOE, experts_implementation="grouped_mm"),
-            Measured(step_seconds=1.6, load_max_over_mean=2.5, imbalance_step_seconds=0.0),
-            "step 1.60x the prediction: most likely the expert products (50% of the predicted step); `ftcost calibrate` on "
-            "this run makes the next estimate closer",
-            id="uneven-experts-that-cost-nothing",
-        ),
-        pytest.param(
-            estimate_of({"mlp": 0.9, "experts": 0.05, "host": 0.05}, experts_implementation="eager"),
-            Measured(step_seconds=1.6, load_max_over_mean=3.0, imbalance_step_seconds=0.1),
-            "step 1.60x the prediction: most likely the MLP products (90% of the predicted step); `ftcost calibrate` on "
-            "this run makes the next estimate closer",
-            id="uneven-experts-that-cost-little",
-        ),
-        pytest.param(
-            estimate_of({"mlp": 0.3, "host": 0.7}, torch_compile=False),
-            Measured(step_seconds=1.6),
-            "step 1.60x the prediction: most likely Python and kernel launches (70% of the predicted step); a larger "
-            "per_device_train_batch_size gives it more work for each launch, torch_compile=True fewer launches",
-            id="host",
-        ),
-        pytest.param(
-            estimate_of({"mlp": 0.3, "host": 0.7}, torch_compile=True),
-            Measured(step_seconds=1.6, busy_fraction=0.5),
-            "step 1.60x the prediction: most likely the MLP products (30% of the predicted step); `ftcost calibrate` on "
-            "this run makes the next estimate closer",
-            id="the-gpu-idles-no-more-than-was-predicted",
-        ),
-        pytest.param(
-            estimate_of({"mlp": 0.9, "host": 0.1}, torch_compile=True),
-            Measured(step_seconds=1.6, busy_fraction=0.5),
-            "step 1.60x the prediction: the GPU idles 50% of the time waiting for the host; a larger "
-            "per_device_train_batch_size gives it more work for each launch",
-            id="torch-compile-is-not-advised-where-it-is-on",
-        ),
-        pytest.param(
-            estimate_of({"attention_scores": 0.6, "mlp": 0.4}, attn_implementation="eager"),
-            Measured(step_seconds=1.6),
-            "step 1.60x the prediction: most likely attention scores (60% of the predicted step); "
-            "attn_implementation='sdpa' keeps the score matrix out of memory",
-            id="eager-attention",
-        ),
-        pytest.param(
-            estimate_of({"expert_loop": 0.6, "experts": 0.4}, experts_implementation="eager"),
-            Measured(step_seconds=1.6),
-            "step 1.60x the prediction: most likely the Python loop over experts (60% of the predicted step); "
-            "experts_implementation='grouped_mm' removes it",
-            id="expert-loop",
-        ),
-        pytest.param(
-            {**estimate_of({"mlp": 0.9}), "step_seconds_high": 1.7},
-            Measured(step_seconds=1.6),
-            "step 1.60x the prediction: inside the estimate's own band (up to 1.70x), most likely the MLP products (90% of "
-            "the predicted step); `ftcost calibrate` on this run makes the next estimate closer",
-            id="inside-the-band",
-        ),
-        pytest.param(
-            estimate_of({"mlp": 0.2, "attention_linears": 0.25, "elementwise": 0.25, "head_and_loss": 0.25}),
-            Measured(step_seconds=1.6, processor_wait_fraction=0.01),
-            "step 1.60x the prediction: kernels are slower than modelled, none of them more than another; `ftcost "
-            "calibrate` on this run makes the next estimate closer",
-            id="no-term-stands-out",
-        ),
-        pytest.param(
-            estimate_of({"mlp": 0.9}),
-            Measured(step_seconds=2.0, processor_wait_fraction=0.1, throttle_reasons=0x20),
-            "step 2.00x the prediction: the GPU lowered its clocks for heat; check its cooling",
-            id="what-explains-little-is-not-named",
-        ),
-    ],
-)
-def test_the_predicted_parts_and_settings_decide_what_is_named(
-    estimate: dict[str, Any], measured: Measured, sentence: str
-) -> None:
-    assert compare(estimate, measured).verdict == sentence
 
 
 def test_time_waited_for_a_processor() -> None:

@@ -179,10 +179,15 @@ class ManyLayers(nn.Module):
 def kept_bytes(counter: ExpertLoadCounter) -> int:
     """Of every tensor that the counter holds."""
     found: dict[int, torch.Tensor] = {}
-    for value in vars(counter).values():
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, torch.Tensor):
-                found[each.untyped_storage().data_ptr()] = each
+
+    def look_into(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.untyped_storage().data_ptr()] = value
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                look_into(each)
+
+    look_into(list(vars(counter).values()))
     return sum(each.untyped_storage().nbytes() for each in found.values())
 
 

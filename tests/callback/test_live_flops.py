@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from tiny_runs import LENGTHS, VOCABULARY, TickingClock, tiny_llama, tiny_mixtral, tiny_trainer
 
+from costmodel.gpu_catalog import find_gpu
 from ftcost_callback import FTCostCallback
+from ftcost_callback.live_flops import FlopsCounter
+from ftcost_callback.recorder import StepAggregate
 from ftcost_callback.run_file import RunRecord, read_run
 from ftcost_callback.sinks import InMemorySink
 
@@ -94,6 +97,23 @@ def test_lora_leaves_out_the_gradients_of_frozen_weights(tmp_path: Path) -> None
     assert record.sessions[0].job["method"] == "lora"
 
 
+def test_weights_in_four_bits_need_the_flops_of_their_true_shape() -> None:
+    """QLoRA multiplies in 16 bits after taking the weights apart, which is no FLOP of the model."""
+    job = {
+        "model": "meta-llama/Llama-2-7b-hf", "method": "lora", "dtype": "bfloat16", "max_length": 512,
+        "lora_target_modules": "all-linear", "gradient_checkpointing": True,
+    }  # fmt: skip
+    quantised = job | {"method": "qlora"}
+    steps = StepAggregate(
+        num_steps=2, step_seconds_sum=4.0, num_micro_batches=2, num_tokens=2048, num_samples=4,
+        num_supervised_tokens=2044, sum_squared_sequence_tokens=4 * 512.0**2,
+    )  # fmt: skip
+    plain, in_four_bits = FlopsCounter(job).per_second(steps), FlopsCounter(quantised).per_second(steps)
+    assert plain is not None
+    assert in_four_bits is not None
+    assert in_four_bits[0] == plain[0] > 0
+
+
 def test_a_mixture_counts_the_experts_that_are_chosen(tmp_path: Path) -> None:
     record, sink = trained(tmp_path, tiny_mixtral())
     router, chosen = HIDDEN * 4, 2 * 3 * HIDDEN * MLP
@@ -159,7 +179,9 @@ def test_above_one_is_shown_and_said_once(tmp_path: Path, caplog: pytest.LogCapt
     ids=["bf16", "fp32"],
 )
 def test_the_peak_is_that_of_the_type_the_products_run_in(tmp_path: Path, arguments: dict[str, Any], peak: float) -> None:
-    measuring = FTCostCallback(sinks=[], gpu="NVIDIA A100 80GB PCIe")
+    # Described, as a card that trains would be; one that is only named is not what trains here.
+    described = find_gpu("NVIDIA A100 80GB PCIe").model_dump(exclude_none=True)
+    measuring = FTCostCallback(sinks=[], gpu=described)
     measuring._clock = TickingClock()
     tiny_trainer(tmp_path, [measuring], max_steps=2, **arguments).train()
     device = read_run(tmp_path).sessions[0].device

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import VOCABULARY, tiny_llama, word_tokenizer
+from tiny_runs import VOCABULARY, tiny_llama, tiny_mixtral, word_tokenizer
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback, estimate_trainer
@@ -120,21 +120,29 @@ def dpo_trainer(output_dir: Path, callback: FTCostCallback, model: Any, **change
     )
 
 
+def tokens_of_experts(record: RunRecord) -> list[int]:
+    """Choices in each layer, over the whole run."""
+    loads = record.expert_loads
+    assert {(load.status, load.reason) for load in loads} == {("recorded", None)}
+    return [sum(map(sum, layers)) for layers in zip(*(load.tokens_per_expert for load in loads), strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", ["another model", "the same without its adapter"])
 def test_preference_training_counts_both_answers_and_not_the_reference(tmp_path: Path, reference: str) -> None:
-    changes: dict[str, Any] = {"ref_model": tiny_llama()}
+    changes: dict[str, Any] = {"ref_model": tiny_mixtral()}
     if reference == "the same without its adapter":
         from peft import LoraConfig
 
         changes = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
-    trainer = dpo_trainer(tmp_path, FTCostCallback(sinks=[], usd_per_gpu_hour=1.0), tiny_llama(), **changes)
+    trainer = dpo_trainer(tmp_path, FTCostCallback(sinks=[], usd_per_gpu_hour=1.0), tiny_mixtral(), **changes)
     with pytest.raises(CostModelError, match=r"training with TRL's DPO is not modelled: .* reference model"):
         estimate_trainer(trainer)
     record = trained(trainer, tmp_path)
     assert total(record, "num_non_padding_tokens") == PAIR_TOKENS
     assert total(record, "num_supervised_tokens") == PAIR_TOKENS - 2 * 2 * 6
     assert total(record, "num_samples") == 2 * 6
+    assert tokens_of_experts(record) == [2 * PAIR_TOKENS] * 2
     assert record.predictions == []
     assert record.summary is not None
     assert record.summary.measured_over_predicted is None
@@ -188,7 +196,7 @@ def test_rollouts_are_a_bucket_of_their_own(tmp_path: Path) -> None:
 
     prompts = Dataset.from_list([{"prompt": words(3 + place % 3, place)} for place in range(8)])
     trainer = Counting(
-        model=tiny_llama(),
+        model=tiny_mixtral(),
         reward_funcs=slow_reward,
         args=GRPOConfig(
             **settings(
@@ -218,6 +226,7 @@ def test_rollouts_are_a_bucket_of_their_own(tmp_path: Path) -> None:
     assert summary.eval_seconds >= 2 * REWARD_SECONDS  # what evaluation generates stays evaluation
     # Generating, the reference model and the old log-probabilities are no training.
     assert total(record, "num_non_padding_tokens") == trainer.trained_tokens
+    assert tokens_of_experts(record) == [2 * trainer.trained_tokens] * 2
     assert summary_row(tmp_path)["rollout_seconds"] == pytest.approx(summary.rollout_seconds)
     assert "Rollouts" in (tmp_path / "report.html").read_text()
     assert record.predictions == []

@@ -15,6 +15,7 @@ from tiny_runs import TickingClock, num_hooks, tiny_llama, tiny_trainer
 from ftcost_callback import FTCostCallback
 from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory, parsed_message
 from ftcost_callback.run_file import read_run
+from ftcost_callback.training_watch import let_go_of_left_trainings
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 39.50 GiB of which 1.25 GiB is free. "
@@ -150,7 +151,53 @@ def test_a_retry_with_a_smaller_batch_is_in_the_record(tmp_path: Path, caplog: p
     ).train()
     rows = read_run(tmp_path).out_of_memory
     assert [(row.batch_size, row.retried_with) for row in rows] == [(8, 7), (7, 6)]
+    assert {row.requested_bytes for row in rows} == {GIB}  # torch's message outlives the error
     assert rows[0].verdict.endswith("going on with a batch of 7")
+
+
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_an_error_that_is_caught_is_explained_when_it_is_raised(tmp_path: Path, where: str) -> None:
+    model = tiny_llama()
+    thrown = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+
+    def fails(*_: Any) -> None:
+        raise thrown
+
+    measuring = FTCostCallback(sinks=[], predict=False)
+    measuring._clock = TickingClock()
+    trainer = tiny_trainer(tmp_path, [measuring], model=model)
+    if where == "backward":
+        model.register_forward_hook(lambda module, args, output: output.loss.register_hook(fails) and None)
+    else:
+        trainer.create_optimizer()
+        trainer.optimizer.register_step_pre_hook(fails)
+    with pytest.raises(torch.cuda.OutOfMemoryError) as raised:
+        trainer.train()
+    assert raised.value is thrown
+    (row,) = read_run(tmp_path).out_of_memory  # with no event in between
+    assert (row.global_step, row.requested_bytes) == (1, 3 * GIB)
+    del raised
+    thrown.__traceback__ = None
+    let_go_of_left_trainings()
+    assert "_run_epoch" not in vars(trainer)
+    assert len(read_run(tmp_path).out_of_memory) == 1
+
+
+def test_a_search_for_a_batch_that_finds_none_is_explained(tmp_path: Path) -> None:
+    model = tiny_llama()
+
+    def fails(module: Any, args: Any) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    model.lm_head.register_forward_pre_hook(fails)
+    measuring = FTCostCallback(sinks=[], predict=False)
+    measuring._clock = TickingClock()
+    trainer = tiny_trainer(tmp_path, [measuring], model=model, per_device_train_batch_size=2, auto_find_batch_size=True)
+    with pytest.raises(RuntimeError, match="No executable batch size found"):
+        trainer.train()
+    measuring._run._interpreter_exits()  # type: ignore[union-attr]
+    rows = read_run(tmp_path).out_of_memory
+    assert [(row.batch_size, row.retried_with, row.requested_bytes) for row in rows] == [(2, 1, GIB), (1, None, GIB)]
 
 
 PROGRAM = """

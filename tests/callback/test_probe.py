@@ -17,7 +17,7 @@ from costmodel.specs import parse_gpu
 from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS
 from ftcost_callback import FTCostCallback
 from ftcost_callback.cli import app
-from ftcost_callback.probe import probe, probe_cpu
+from ftcost_callback.probe import _half_size, probe, probe_cpu
 
 
 def ticking(seconds: float) -> Callable[[], float]:
@@ -53,9 +53,10 @@ def test_rates_follow_from_the_seconds_measured(half_second_spec: dict[str, Any]
     assert spec["measured_fp32_matmul_flops_per_second"] == pytest.approx(2 * 1024**3 / 0.5)
     assert spec["measured_bf16_matmul_flops_per_second"] == pytest.approx(2 * 1024**3 / 0.5)
     assert spec["memory_bandwidth_bytes_per_second"] == pytest.approx(2 * 2**28 / 0.5)
-    assert spec["seconds_per_operator"] == pytest.approx(0.5 / (sum(MODEL_OPERATORS) + 4 * sum(LAYER_OPERATORS)))
-    # 96 MiB of operands: 512 x 512 weights and twice 1024 x 512 rows in fp32 are 5 MiB, so 19 of each, three products
-    assert probed["matmul_flops_per_second"] == pytest.approx(19 * 3 * 2 * 1024 * 512**2 / 0.5)
+    # the clock is read twice before each of the 29 linears, where the half second in between is not counted, and once after
+    assert probed["forward_seconds_per_operator"] == pytest.approx(15.0 / (MODEL_OPERATORS[0] + 4 * LAYER_OPERATORS[0]))
+    assert probed["backward_seconds_per_operator"] == pytest.approx(0.5 / (MODEL_OPERATORS[1] + 4 * LAYER_OPERATORS[1]))
+    assert spec["seconds_per_operator"] == pytest.approx(15.5 / (sum(MODEL_OPERATORS) + 4 * sum(LAYER_OPERATORS)))
     # 48 tensors of a quarter MiB, two read and one written
     assert probed["elementwise_bytes_per_second"][0] == (2**18, pytest.approx(48 * 3 * 2**18 / 0.5))
     # eight heads of 64, eight sequences of 64 tokens, the half of the square, 3.5 forwards
@@ -71,9 +72,24 @@ def test_a_probed_cpu_is_a_device_the_estimate_accepts(half_second_spec: dict[st
     spec = parse_gpu(half_second_spec)
     assert spec.peak_fp32_flops_per_second is None  # measured, not a data sheet
     assert spec.probed is not None
-    # 90 products of 16 rows and 76 of 64 rows take as long as 19 of 1,024
-    halves = [16 * (19 * 1024 / (90 * 16) - 1), 64 * (19 * 1024 / (76 * 64) - 1)]
-    assert spec.probed.matmul_half_rows == pytest.approx(sum(halves) / 2)
+    # 96 MiB of operands: 19 products of 1,024 rows and 512 x 512 weights, 90 of 16 rows, 76 of 64, and 384 of 192 rows and
+    # 128 x 128 weights; forward and both gradients
+    halves = [
+        _half_size(19 / number, small, (1024, 512))
+        for number, small in ((90, (16, 512)), (76, (64, 512)), (384, (192, 128)))
+    ]
+    half = sum(halves) / 3
+    assert spec.probed.matmul_half_size == pytest.approx(half)
+    assert spec.probed.matmul_flops_per_second == pytest.approx(19 * 3 * 2 * (1024 + half) * (512 + half) ** 2 / 0.5)
+
+
+@pytest.mark.parametrize("half", [0.0, 3.0, 20.0, 150.0])
+@pytest.mark.parametrize("small", [(16, 512), (64, 512), (192, 128)])
+def test_the_half_size_is_what_makes_a_small_product_slow(half: float, small: tuple[int, int]) -> None:
+    def seconds(rows: int, width: int) -> float:
+        return (rows + half) * (width + half) * (width + half)
+
+    assert _half_size(seconds(*small) / seconds(1024, 512), small, (1024, 512)) == pytest.approx(half, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -106,6 +106,7 @@ def known_now(
         moments=recorder.moments,
         recent_step_seconds=recorder.recent_step_seconds,
         recent_num_tokens=recorder.recent_num_tokens,
+        window_means=recorder.windows.means,
         earlier_step_seconds=pace.step_seconds if pace is not None else (),
         earlier_num_tokens=pace.num_tokens if pace is not None else (),
         expected_tokens_per_step=run["expected_tokens_per_step"],

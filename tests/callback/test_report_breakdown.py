@@ -7,7 +7,7 @@ from typing import Any
 from synthetic_run import moe_run, write_rows
 
 from ftcost_callback.report_html import render_report
-from ftcost_callback.report_series import read_series
+from ftcost_callback.report_reading import read_series
 
 PROFILE = {
     "type": "profile",

@@ -20,17 +20,10 @@ from costmodel.errors import CostModelError, MissingExtraError
 from ftcost_callback.report_figures import cost_figure, heat_figure, load_figure, rate_figure
 from ftcost_callback.report_html import render_report, write_report
 from ftcost_callback.report_numbers import count, duration, gib, iso_time, percent, usd
+from ftcost_callback.report_reading import read_series
 from ftcost_callback.report_run import ReportedRun, savings
-from ftcost_callback.report_series import (
-    MAX_FRAMES,
-    MAX_POINTS,
-    read_series,
-    running_median,
-    shorten,
-    stretch_ends,
-    thin_min_max,
-    totals,
-)
+from ftcost_callback.report_series import MAX_FRAMES, totals
+from ftcost_callback.report_thinning import MAX_POINTS, running_median, shorten, stretch_ends, thin_min_max
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -132,20 +125,20 @@ def test_other_numbers() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 60))
 def test_thinning_keeps_the_extremes_the_order_and_the_limit(values: list[float], max_points: int) -> None:
-    points = [(float(x), y) for x, y in enumerate(values)]
-    kept = thin_min_max(points, max_points)
+    steps = [float(x) for x in range(len(values))]
+    kept = thin_min_max(steps, values, max_points)
     assert len(kept) <= max_points
     assert {min(values), max(values)} <= {y for _, y in kept}
     assert kept == sorted(kept)
-    assert set(kept) <= set(points)
+    assert set(kept) <= set(zip(steps, values, strict=True))
 
 
 def test_running_median_ignores_a_single_outlier() -> None:
-    points = [(float(x), 1.0 if x != 50 else 900.0) for x in range(101)]
-    assert {y for _, y in running_median(points)} == {1.0}
-    many = [(float(x), 1.0 if x != 50 else 900.0) for x in range(50_000)]
-    assert {y for _, y in running_median(many)} == {1.0}
-    assert len(running_median(many)) == MAX_POINTS // 2
+    for num_steps in (101, 50_000):
+        steps, values = [float(x) for x in range(num_steps)], [1.0 if x != 50 else 900.0 for x in range(num_steps)]
+        medians = running_median(steps, values)
+        assert {y for _, y in medians} == {1.0}
+        assert len(medians) == (num_steps if num_steps <= MAX_POINTS else MAX_POINTS // 2)
 
 
 def test_stretch_ends_hold_the_last_place() -> None:
@@ -257,6 +250,50 @@ def test_damaged_and_unknown_rows_are_left_out_and_said(tmp_path: Path) -> None:
     assert "rows of unknown type were left out: weather" in remarks
     assert "no global_step or step_seconds" in remarks
     assert "some expert loads were left out: expert_load counts that are no numbers" in remarks
+
+
+@pytest.mark.parametrize("more", [[], ["", "[1, 2]", "{"]])
+@pytest.mark.parametrize("num_before", [0, 1, 3, 5000])  # before the damage: in the same chunk, or in one of its own
+def test_a_line_of_two_values_or_of_half_a_value_is_damaged_wherever_it_stands(
+    tmp_path: Path, num_before: int, more: list[str]
+) -> None:
+    """Lines are parsed many at once; what is no JSON value by itself must not become one beside its neighbours."""
+    good = [json.dumps({"type": "step", "global_step": step, "step_seconds": 0.5}) for step in range(1, num_before + 3)]
+    broken = ['{"type": "step"}, {"type": "step"}', '{"type": "step", "x": [1', "2]}", *more]
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join([*good[:num_before], *broken, *good[num_before:]]) + "\n", encoding="utf-8")
+    series = read_series(path)
+    assert list(series.columns["global_step"]) == [float(step) for step in range(1, num_before + 3)]
+    assert f"{5 if more else 3} damaged lines were left out, the first is line {num_before + 1}" in series.remarks
+
+
+def test_fields_that_come_and_go_keep_their_rows(tmp_path: Path) -> None:
+    rows: list[Row] = [{"type": "step", "global_step": step, "step_seconds": 1.0} for step in range(1, 9)]
+    rows[2]["mfu"], rows[5]["mfu"], rows[6]["mfu"] = 0.25, "fast", True
+    rows[4]["num_steps"] = 4
+    series = read_series(write_rows(tmp_path / "run.jsonl", rows))
+    assert [place for place, value in enumerate(series.columns["mfu"]) if value == value] == [2, 6]
+    assert list(series.columns["num_steps"]) == [1, 1, 1, 1, 4, 1, 1, 1]
+    assert series.sums("step_seconds") == (11.0, 11.0)
+    assert series.sums("step_seconds", left_out=[4]) == (7.0, 7.0)
+    assert series.sums("mfu") == (1.25, 2.0)
+    assert series.sums("hfu") is None
+
+
+def test_a_record_whose_rows_name_no_session_is_one_session(tmp_path: Path) -> None:
+    rows = ({"type": "step", "global_step": step, "step_seconds": 0.5} for step in range(1, 5001))
+    run = reported(write_rows(tmp_path / "run.jsonl", rows))
+    figure, _ = rate_figure(run, run.series.columns["step_seconds"], "step_seconds", with_pauses=True)
+    assert all(len(trace["x"]) <= MAX_POINTS for trace in figure["data"])
+
+
+def test_the_sessions_table_counts_the_steps_that_a_row_stands_for(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        {"type": "session", "run_id": "a", "session_index": 0, "started_at": "2026-08-18T08:00:00Z"},
+        *({"type": "step", "global_step": step, "session_index": 0, "step_seconds": 2.0, "num_steps": 4} for step in (4, 8)),
+    ]
+    page = text_of(render_report([read_series(write_rows(tmp_path / "run.jsonl", rows))]))
+    assert "2026-08-18 08:00 UTC – 8 16 s" in page  # noqa: RUF001 - the dash of what is not known
 
 
 def test_values_of_a_wrong_type_are_not_measured(tmp_path: Path) -> None:

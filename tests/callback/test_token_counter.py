@@ -63,6 +63,32 @@ def test_the_micro_batches_of_an_accumulated_step_add_up() -> None:
     assert counter.take_step().read() == TokenCounts()
 
 
+def test_a_micro_batch_with_a_mask_and_one_without_add_up() -> None:
+    ids, mask = torch.ones(2, 5, dtype=torch.long), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    for with_mask_first in (True, False):
+        counter, _ = counter_on(model := tiny_llama())
+        for with_mask in (with_mask_first, not with_mask_first, with_mask_first):
+            masked = {"attention_mask": mask} if with_mask else {}
+            model(input_ids=ids, labels=ids, **masked).loss.backward()
+        counts = counter.take_step().read()
+        assert counts.num_non_padding_tokens == (7 + 10 + 7 if with_mask_first else 10 + 7 + 10)
+        assert (counts.num_tokens, counts.num_supervised_tokens) == (30, 24)
+
+
+def test_what_is_written_over_a_batch_later_does_not_change_its_count() -> None:
+    """Counts are read some steps later, when a loader may have filled the same memory again."""
+    model = tiny_llama()
+    counter, _ = counter_on(model)
+    given = batch(0, 1)
+    model(**given).loss.backward()
+    pending = counter.take_step()
+    given["labels"].fill_(-100)
+    given["attention_mask"].fill_(0)
+    counts = pending.read()
+    assert counts.num_non_padding_tokens == sum(LENGTHS[:2])
+    assert counts.num_supervised_tokens == sum(length - 2 for length in LENGTHS[:2])
+
+
 def test_evaluation_and_second_passes_without_gradients_are_not_training() -> None:
     model = tiny_llama()
     counter, _ = counter_on(model)

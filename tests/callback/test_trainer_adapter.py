@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset as TorchDataset
 
-from costmodel.catalog import find_gpu
 from costmodel.errors import CostModelError
+from costmodel.gpu_catalog import find_gpu
 from costmodel.specs import parse_job
 from ftcost_callback.dataset_lengths import dataset_lengths, num_rows
 from ftcost_callback.live_device import recognise_gpu

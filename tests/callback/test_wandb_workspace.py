@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -155,3 +157,20 @@ def test_a_server_that_refuses_is_said(wandb_online: WandbServer, capsys: pytest
     wandb_online.faults["graphql"] = Fault(status=401)
     assert run(["wandb-workspace", "tester/wire"], application=app) == 2
     assert "W&B did not take the workspace for tester/wire" in capsys.readouterr().err
+
+
+def test_the_drawing_of_the_docs_holds_every_chart_and_says_that_it_is_one() -> None:
+    path = Path(__file__).parents[2] / "docs" / "draw_wandb_workspace.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = [{STEP: step, "ftcost/cost/spent_usd": 0.1 * step, "ftcost/speed/mfu": 0.4} for step in (1, 2, 3)]
+    picture = script.drawing(rows, "three steps")
+    parsed = ElementTree.fromstring(picture)
+    shown = " ".join(text for text in parsed.itertext())
+    assert "not a screenshot of wandb.ai" in shown
+    assert [title for charts in GOLDEN.values() for title, _, _ in charts if title not in shown] == []
+    assert picture.count('stroke-width="1.6"') == 2  # a curve for each of the two figures that the rows hold
+    assert "no data in this run: A kernel ran" in shown

@@ -209,7 +209,7 @@ def priced_callback(**arguments: Any) -> Any:
 
 def num_hooks(model: Any) -> int:
     """Hooks on the model and on its experts."""
-    from ftcost_callback.expert_load import find_expert_sites
+    from ftcost_callback.expert_sites import find_expert_sites
 
     sites = find_expert_sites(model)
     return (

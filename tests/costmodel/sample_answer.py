@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from costmodel.catalog import find_price
+import pytest
+
+from costmodel.price_catalog import find_price
 from costmodel.specs import GpuSpec, Job, Price, parse_job
 
 GIB = 2**30
@@ -124,9 +127,23 @@ def answer(**changes: Any) -> dict[str, Any]:
     return changed
 
 
+LLAMA: dict[str, Any] = {
+    "model": "meta-llama/Llama-2-7b-hf",
+    "method": "lora",
+    "bf16": True,
+    "framework": "trl",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_length": 1024,
+    "lengths": {"dataset": "math_14k"},
+    "num_samples": 15_000,
+}
+"""A job whose lengths and samples are known, for the real estimate."""
+
+
 @dataclass(frozen=True)
 class StandInEstimate:
-    """What ``costmodel.estimation.estimate`` returns, as far as search, report and the command line look at it."""
+    """What ``costmodel.estimation.estimate`` returns, as far as compare, report and the command line look at it."""
 
     values: dict[str, Any]
     price: Price | None = None
@@ -139,6 +156,12 @@ class StandInEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.values)
+
+
+def estimate_with(monkeypatch: pytest.MonkeyPatch, estimator: Callable[[Any], StandInEstimate]) -> None:
+    """compare and optimize ask ``estimator`` in place of ``costmodel.estimate``."""
+    for module in ("candidates", "trials"):
+        monkeypatch.setattr(f"costmodel.{module}.estimate", estimator)
 
 
 class StandInEstimator:

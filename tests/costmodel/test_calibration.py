@@ -14,20 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import constants
-from costmodel.calibration import (
-    Calibration,
-    MeasuredStep,
-    Style,
-    calibration_from_mapping,
-    calibrations_folder,
-    default_path,
-    fit,
-    read_calibration,
-    write_calibration,
-)
+from costmodel.calibration import Calibration, MeasuredStep, Style, fit
 from costmodel.errors import CostModelError
 from costmodel.estimation import estimate, measured_step
 from costmodel.report import to_text
+from costmodel.stored_calibrations import (
+    calibration_from_mapping,
+    calibrations_folder,
+    default_path,
+    read_calibration,
+    write_calibration,
+)
 
 JOB: dict[str, Any] = {
     "model": "mistralai/Mixtral-8x7B-v0.1",
@@ -74,6 +71,30 @@ def test_two_batches_give_back_the_factors(device: float, host: float) -> None:
 def test_equal_factors_scale_the_step(factor: float) -> None:
     step = slowed(4, 1.0, 1.0)
     assert step.predicted_seconds(factor, factor) == pytest.approx(factor * step.seconds, rel=1e-12)
+
+
+def test_steps_that_scatter_too_much_give_one_factor() -> None:
+    """Batches of 1 and 8 tell the two apart while each is good to a few per cent, and no longer at 30 %."""
+
+    def of(scatter: float) -> Calibration:
+        return fitted(*(dataclasses.replace(slowed(size, 1.4, 0.9), scatter=scatter) for size in (1, 8)))
+
+    assert of(0.02).num_factors == 2
+    noisy = of(0.3)
+    assert (noisy.num_factors, noisy.error) == (1, None)
+    assert 0.9 < noisy.device_factor < 1.4
+    assert "scattered too much" in noisy.sentence()
+
+
+def test_a_step_that_scatters_counts_for_less() -> None:
+    """Of three batches the middle one is half as fast as the others say: by how well it is known."""
+    small, large = slowed(1, 1.2, 1.2), slowed(16, 1.2, 1.2)
+    odd = slowed(6, 2.4, 2.4)
+    sure, unsure = (fitted(small, dataclasses.replace(odd, scatter=scatter), large) for scatter in (0.0, 0.4))
+    assert unsure.device_factor == pytest.approx(1.2, rel=0.05)
+    assert sure.device_factor > 1.1 * unsure.device_factor
+    assert unsure.error is not None
+    assert unsure.error >= 1.28 * 0.4 / math.sqrt(3)  # no better known than the steps it was fitted on
 
 
 def test_one_batch_gives_one_factor_and_no_error_of_its_own() -> None:

@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
+from costmodel.answer import Estimate
 from costmodel.capacity import expected_step_that_does_not_fit, largest_that_fits, share_of_batches_that_fit
-from costmodel.estimation import Estimate, estimate
+from costmodel.estimation import estimate
 from costmodel.lengths import LengthDistribution
 
 
@@ -52,7 +53,7 @@ def test_largest_batch_and_length_equal_a_scan(changes: dict) -> None:
 
 
 def test_share_of_batches_that_fit_is_the_cumulative_share_to_the_power_of_the_batch() -> None:
-    dist = LengthDistribution((10, 20, 30), (0.5, 0.4, 0.1), 0.0, None)
+    dist = LengthDistribution((10, 20, 30), (0.5, 0.4, 0.1), 0.0)
     assert share_of_batches_that_fit(dist, 4, 29) == pytest.approx(0.9**4)
     assert share_of_batches_that_fit(dist, 4, 30) == 1.0
     assert share_of_batches_that_fit(dist, 4, 5) == 0.0

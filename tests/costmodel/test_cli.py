@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_answer import ANSWER, GIB, StandInEstimator
+from sample_answer import ANSWER, GIB, StandInEstimator, estimate_with
 
 from costmodel import cli, cli_flags, cli_lists
 from costmodel.errors import CostModelError
@@ -24,11 +24,10 @@ MODEL = "mistralai/Mixtral-8x7B-v0.1"
 
 
 @pytest.fixture(autouse=True)
-def _day_and_prices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A day on which no price of the tests is stale, and no prices of the person who runs them."""
+def _day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which no price of the tests is stale."""
     for module in (cli, cli_lists):
         monkeypatch.setattr(module, "today", lambda: datetime.date(2026, 11, 9))
-    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path / "config"))
 
 
 @pytest.fixture
@@ -439,7 +438,7 @@ def test_skypilot_without_anything_to_rent_is_code_3(capsys: pytest.CaptureFixtu
 
 def test_the_command_line_advises_flags_and_python_names_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--gpu-memory-gib 24" in _wrong_input(capsys, "estimate", "-m", MODEL, "-g", "no such card")
-    from costmodel.catalog import find_gpu
+    from costmodel.gpu_catalog import find_gpu
 
     with pytest.raises(CostModelError) as error:
         find_gpu("no such card")
@@ -531,7 +530,7 @@ def test_an_answer_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("costmodel.search.estimate", StandInEstimator())
+    estimate_with(monkeypatch, StandInEstimator())
     assert cli.run(["compare", "-m", MODEL, "--gpus", "A40,L40S", "--tiers", "on_demand,spot", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(each["gpu"], each["price"]["cloud"], each["price"]["tier"]) for each in found[:2]] == [
@@ -545,7 +544,7 @@ def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 
 def test_compare_where_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("costmodel.search.estimate", StandInEstimator(verdict="does_not_fit"))
+    estimate_with(monkeypatch, StandInEstimator(verdict="does_not_fit"))
     assert cli.run(["compare", "-m", MODEL, "--gpus", "A40"]) == 3
     sentence = "ftcost: fits on none of these GPUs: needs 34.0 GiB at least, smallest card that holds it is "
     assert capsys.readouterr().err.startswith(sentence)
@@ -626,14 +625,14 @@ _HUGE = "1" + "0" * 400
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lora-alpha", "1e400"], "lora_alpha: Input should be a finite number, got inf"),
-        (["--lora-alpha", _HUGE], "lora_alpha: Input should be a valid number, got a whole number of about 400 digits"),
-        (["--lora-r", _HUGE], "lora_r: Input should be less than or equal to 65536"),
-        (["--num-gpus", _HUGE], "num_gpus: Input should be less than or equal to 1000000"),
-        (["-b", "1000001"], "per_device_train_batch_size: Input should be less than or equal to 1000000"),
+        (["--lora-alpha", "1e400"], "lora_alpha: must be a finite number, got inf"),
+        (["--lora-alpha", _HUGE], "lora_alpha: must be a valid number, got a whole number of about 400 digits"),
+        (["--lora-r", _HUGE], "lora_r: must be less than or equal to 65536"),
+        (["--num-gpus", _HUGE], "num_gpus: must be less than or equal to 1000000"),
+        (["-b", "1000001"], "per_device_train_batch_size: must be less than or equal to 1000000"),
         (["--samples", "1000000000001"], "num_samples"),
-        (["--save-steps", "inf"], "save_steps: Input should be a finite number"),
-        (["--eval-steps", "nan"], "eval_steps: Input should be a finite number"),
+        (["--save-steps", "inf"], "save_steps: must be a finite number"),
+        (["--eval-steps", "nan"], "eval_steps: must be a finite number"),
         (["--epochs", "1e300"], "num_train_epochs"),
         (["--usd-per-gpu-hour", "1e308"], "usd_per_gpu_hour: must be a positive number of dollars, at most 10,000"),
         (["--usd-per-gpu-hour", "nan"], "usd_per_gpu_hour"),
@@ -680,7 +679,7 @@ def test_numbers_out_of_range_are_wrong_input(
             '{"model": "m", "framework_version": 4.4}',
             "framework_version: 4.4 may be 4.4 or 4.40 where it is not text: quote",
         ),
-        ('{"model": "m", "lora_alpha": 1e400}', "lora_alpha: Input should be a finite number"),
+        ('{"model": "m", "lora_alpha": 1e400}', "lora_alpha: must be a finite number"),
         ('{"model": "m", "optim": "\\u001b[31m"}', "no optimizer matches '\\x1b[31m'"),
         ('{"model": "m", "' + "x" * 5000 + '": 1}', "no Job field matches '" + "x" * 76 + "...\n"),
     ],

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from real_modules import TINY_CONFIGS, build
 
-from costmodel.catalog import find_model_config
 from costmodel.errors import CostModelError, UnsupportedModelError
-from costmodel.hf_config import FAMILIES, model_spec_from_config
+from costmodel.families import FAMILIES
+from costmodel.hf_config import model_spec_from_config
+from costmodel.model_catalog import find_model_config
 
 _GOLDEN = Path(__file__).parents[1] / "golden" / "model_counts.jsonl"
 GOLDEN = [json.loads(line) for line in _GOLDEN.read_text().splitlines()]

@@ -435,6 +435,12 @@ def test_llamafactory_keeps_max_samples() -> None:
     assert decided["lengths"] == {"histogram": {10: 50, 30: 50}}  # cut, not dropped
 
 
+def test_llamafactory_keeps_max_samples_of_each_of_its_data_sets() -> None:
+    config = {"stage": "sft", "model_name_or_path": "m", "dataset": "one,two", "max_samples": 40}
+    imported = import_mapping(config)
+    assert dataset_fields(DATASET, imported.fields, imported)["num_samples"] == 80
+
+
 @pytest.mark.parametrize(
     ("config", "form", "fraction"),
     [

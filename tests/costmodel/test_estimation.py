@@ -305,6 +305,13 @@ def test_bitsandbytes_names_are_read() -> None:
     assert (job.quantization, job.double_quant, job.dtype) == ("nf4", True, "bfloat16")
 
 
+def test_a_field_that_is_null_is_not_said_beside_its_other_name() -> None:
+    job = parse_job({"model": "x", "quantization": None, "load_in_4bit": True, "dtype": None, "torch_dtype": "bf16"})
+    assert (job.quantization, job.dtype) == ("fp4", "bfloat16")
+    with pytest.raises(CostModelError, match="load_in_4bit must be true or false, got 'false'"):
+        parse_job({"model": "x", "load_in_4bit": "false"})
+
+
 @pytest.mark.parametrize(
     ("framework", "version", "expected"),
     [

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_modules import TINY_CONFIGS, build, runs_eager, without_dropout
 
-from costmodel.catalog import find_model_config
 from costmodel.defaults import ResolvedJob, resolve
-from costmodel.hf_config import ModelSpec, model_spec_from_config
+from costmodel.hf_config import model_spec_from_config
+from costmodel.model_catalog import find_model_config
+from costmodel.model_spec import ModelSpec
 from costmodel.specs import parse_job
 from costmodel.workload import GROUPS, Batch, Flops, attention_kernel, flops, hardware_flops, model_flops
 

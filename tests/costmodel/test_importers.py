@@ -570,6 +570,26 @@ def test_wandb_run_of_trl_takes_its_max_length() -> None:
     assert (imported.fields["framework"], imported.fields["max_length"], imported.fields["packing"]) == ("trl", 2048, True)
 
 
+def test_a_base_stored_in_a_way_that_is_not_modelled_is_said(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    imported = import_config(tmp_path)
+    assert "quantization" not in imported.fields
+    assert imported.warnings[0].startswith(
+        "quantization_config: gptq in 8 bits is not modelled; the base is counted unquantised"
+    )
+
+
+def test_wandb_run_keeps_its_attention() -> None:
+    imported = import_mapping({**WANDB_RUN, "_attn_implementation": "flash_attention_3"})
+    assert imported.fields["attn_implementation"] == "flash_attention_3"
+
+
+def test_keys_of_no_tool_are_answered_with_the_nearest_fields() -> None:
+    with pytest.raises(CostModelError, match="these keys: modle; nearest fields of a job: model; known are"):
+        import_mapping({"modle": "x"})
+
+
 # --- safety
 
 
@@ -606,7 +626,7 @@ def test_paths_in_messages_are_as_given(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.yaml").write_text("base_model: m\nmicro_batch_size: many\n")
     with pytest.raises(CostModelError) as caught:
         import_config("a.yaml")
-    assert str(caught.value).startswith("a.yaml: micro_batch_size: Input should be a valid integer")
+    assert str(caught.value).startswith("a.yaml: micro_batch_size: must be a valid integer")
     assert str(tmp_path) not in str(caught.value)
 
 

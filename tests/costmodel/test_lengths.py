@@ -8,8 +8,9 @@ import random
 import pytest
 
 from costmodel.defaults import resolve
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.hf_config import model_spec_from_config
+from costmodel.length_datasets import length_histogram
 from costmodel.lengths import batch_tokens, distribution, expected_maximum
 from costmodel.specs import Lengths, parse_job
 
@@ -57,7 +58,6 @@ def test_padding_of_the_papers_math_set_against_simulation() -> None:
     assert expected == pytest.approx(simulated, rel=0.01)
     # medians and means as the paper's histogram has them
     assert dist.mean_tokens == pytest.approx(187.26, abs=0.3)
-    assert dist.num_samples == 13_921
 
 
 def test_grouping_by_length_saves_padding_and_packing_all_of_it() -> None:
@@ -161,3 +161,21 @@ def test_a_length_that_no_sample_has_is_left_out_of_a_file_as_of_a_job(tmp_path)
     counts = {5: 3.0, 100: 0.0, 7: 1.0}
     assert distribution(Lengths(file=str(path)), 128) == distribution(Lengths(histogram=counts), 128)
     assert distribution(Lengths(file=str(path)), 128).longest_tokens == 7
+
+
+@pytest.mark.parametrize(
+    # Xia et al. 2024, Table II and the histograms in the paper's repository.
+    ("name", "num_samples", "mean", "longest"),
+    [("commonsense_15k", 15_119, 99.89, 512), ("math_14k", 13_921, 187.26, 1470)],
+)
+def test_length_histograms_of_the_paper(name: str, num_samples: int, mean: float, longest: int) -> None:
+    histogram = length_histogram(name)
+    assert sum(histogram.values()) == num_samples
+    assert max(histogram) == longest
+    assert sum(length * count for length, count in histogram.items()) / num_samples == pytest.approx(mean, abs=0.005)
+
+
+def test_data_set_names_are_forgiving_and_unknown_ones_refused() -> None:
+    assert length_histogram("Math-14K") == length_histogram("MATH") == length_histogram("math_14k")
+    with pytest.raises(UnknownNameError, match="known: commonsense_15k, math_14k"):
+        length_histogram("alpaca")

@@ -9,10 +9,10 @@ import pytest
 from real_modules import TINY_CONFIGS, build
 
 from costmodel.adapters import plan_adapters
-from costmodel.catalog import find_model_config
 from costmodel.defaults import resolve
 from costmodel.errors import CostModelError
 from costmodel.hf_config import model_spec_from_config
+from costmodel.model_catalog import find_model_config
 from costmodel.specs import parse_job
 
 ALL = {"target_modules": "all-linear"}

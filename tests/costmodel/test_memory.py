@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.catalog import find_model_config
 from costmodel.defaults import resolve
 from costmodel.estimation import estimate
+from costmodel.families import FAMILIES
 from costmodel.held_memory import held_bytes
-from costmodel.hf_config import FAMILIES, model_spec_from_config
+from costmodel.hf_config import model_spec_from_config
 from costmodel.memory import peak_device_bytes, peak_memory
+from costmodel.model_catalog import find_model_config
 from costmodel.specs import parse_job
 from costmodel.units import GIB
 from costmodel.workload import Batch

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from costmodel.catalog import find_model_config
 from costmodel.constants import ALLOCATOR_OVERHEAD, CUDA_CONTEXT_BYTES, CUDA_CONTEXT_INTERVAL_BYTES, VARIABLE_LENGTH_HOLES
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.estimation import estimate
-from costmodel.held_memory import held_bytes
+from costmodel.head_memory import liger_head, next_power_of_two, tiled_head
+from costmodel.held_memory import element_bytes, held_bytes
 from costmodel.hf_config import model_spec_from_config
 from costmodel.memory import MemoryBreakdown, job_class, loss_bytes, peak_memory
+from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import parse_job
 from costmodel.units import GIB
@@ -153,6 +154,50 @@ def test_a_loop_that_keeps_upcast_logits_holds_four_bytes_each() -> None:
         each = prepared("meta-llama/Llama-2-7b-hf", framework_version=version, **lora)
         more = memory(each, batch, keeps_logits=True).peak_allocated_bytes - memory(each, batch).peak_allocated_bytes
         assert more == width * logits
+
+
+@pytest.mark.parametrize(
+    ("fields", "fused_loss"),
+    [
+        pytest.param({"framework_version": "1.16"}, "chunked", id="trl"),
+        pytest.param({"framework_version": "1.14"}, None, id="trl-before-1.15"),
+        pytest.param({"framework_version": "1.14", "loss_type": "chunked_nll"}, "chunked", id="asked-for-chunks"),
+        # SFTTrainer leaves Liger's norms and takes its head away (sft_trainer.py)
+        pytest.param({"framework_version": "1.16", "use_liger_kernel": True}, "chunked", id="trl-with-liger"),
+        pytest.param({"framework_version": "1.14", "use_liger_kernel": True}, "fused", id="liger-before-1.15"),
+        pytest.param({"framework": "transformers", "use_liger_kernel": True}, "fused", id="liger"),
+    ],
+)
+def test_which_head_a_trainer_takes(fields: dict[str, Any], fused_loss: str | None) -> None:
+    job = prepared("meta-llama/Llama-3.2-1B", **{"framework": "trl", "method": "lora", "dtype": "bfloat16", **fields})[1]
+    assert job.fused_loss == fused_loss
+    assert job.supervised_positions_only is (fused_loss == "chunked")
+
+
+def test_trls_head_copies_the_rows_that_count_and_multiplies_one_tile() -> None:
+    """kernels/chunked_logprob.py of TRL 1.16: 4,096 positions by 32,768 words, both gradients in fp32 and cast."""
+    model, job = prepared("meta-llama/Llama-3.2-1B", framework="trl", method="full", dtype="bfloat16", bf16=False)
+    types, hidden, words = element_bytes(job), 2048, 128_256
+    head = tiled_head(model, types, 10_000, 2.0 * words * hidden)
+    tile = 2 * 4096 * 32_768
+    assert (head.kept, head.in_forward) == (2 * hidden * 10_000, tile)
+    assert head.in_backward == tile + 6 * hidden * 10_000 + 6 * words * hidden
+    # a fifth of the positions holds a fifth of the rows
+    assert tiled_head(model, types, 2000, 0.0).kept == head.kept / 5
+
+
+def test_ligers_head_makes_its_gradients_in_the_forward() -> None:
+    """ops/fused_linear_cross_entropy.py of Liger 0.8: 63 chunks of 66 positions, rounded up to 128."""
+    model, job = prepared("meta-llama/Llama-3.2-1B", use_liger_kernel=True, method="full", dtype="bfloat16", bf16=False)
+    hidden, words = 2048, 128_256
+    head = liger_head(model, element_bytes(job), 4096, 2.0 * words * hidden)
+    assert (head.kept, head.kept_gradient, head.in_backward) == (2 * hidden * 4096, 2 * words * hidden, 0.0)
+    assert head.in_forward == 2 * 128 * (words + hidden) + 6 * words * hidden
+
+
+@pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (65.01, 128), (128, 128), (129, 256)])
+def test_next_power_of_two(number: float, power: int) -> None:
+    assert next_power_of_two(number) == power
 
 
 # --- from tensors to the card ----------------------------------------------------------------------------------------------

@@ -8,33 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_answer import LLAMA as LLAMA_JOB
 
-from costmodel import cli, formats, report
+from costmodel import cli, comparison_tables, formats
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import estimate
-from costmodel.search import Change, OptimizeResult, optimize, samples_per_step
+from costmodel.optimization import Change, OptimizeResult, optimize, samples_per_step
 from costmodel.spot import SpotTerms
 
-LLAMA: dict[str, Any] = {
-    "model": "meta-llama/Llama-2-7b-hf",
-    "gpu": "A40",
-    "method": "lora",
-    "bf16": True,
-    "framework": "trl",
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 4,
-    "max_length": 1024,
-    "lengths": {"dataset": "math_14k"},
-    "num_samples": 15_000,
-}
+LLAMA: dict[str, Any] = {**LLAMA_JOB, "gpu": "A40"}
 FULL = {**LLAMA, "gpu": "H100 SXM", "method": "full", "dtype": "bfloat16", "optim": "adamw_torch"}
-
-
-@pytest.fixture(autouse=True)
-def _no_prices_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path))
-    monkeypatch.delenv("FTCOST_USD_PER_GPU_HOUR", raising=False)
-    monkeypatch.delenv("FTCOST_PRICE_FILE", raising=False)
 
 
 def change(result: OptimizeResult, **settings: Any) -> Change:
@@ -403,10 +386,10 @@ def test_settings_as_words() -> None:
         "quantization": None,
         "optim": "lion_8bit",
     }
-    assert report.settings_text(settings) == "batch 8 x 2, checkpointing off, unquantised, optim=lion_8bit"
-    assert report.settings_text({}) == ""
-    assert report.format_saving(-3600.0 * 3, formats.format_seconds) == "-3 h"
-    assert report.format_saving(None, formats.format_usd) == ""
+    assert comparison_tables.settings_text(settings) == "batch 8 x 2, checkpointing off, unquantised, optim=lion_8bit"
+    assert comparison_tables.settings_text({}) == ""
+    assert comparison_tables.format_saving(-3600.0 * 3, formats.format_seconds) == "-3 h"
+    assert comparison_tables.format_saving(None, formats.format_usd) == ""
 
 
 def test_a_default_of_the_tool_whose_file_it_is_is_not_fixed() -> None:

@@ -15,9 +15,9 @@ import pytest
 from sample_answer import GIB, answer
 
 from costmodel import cli, plots
+from costmodel.comparison import compare
 from costmodel.errors import CostModelError, MissingExtraError
 from costmodel.estimation import estimate
-from costmodel.search import compare
 
 SVG = "{http://www.w3.org/2000/svg}"
 LLAMA: dict[str, Any] = {
@@ -29,12 +29,6 @@ LLAMA: dict[str, Any] = {
     "lengths": {"dataset": "math_14k"},
     "num_samples": 15_000,
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_prices_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.delenv("FTCOST_PRICE_FILE", raising=False)
 
 
 def _texts(svg: str) -> list[str]:

@@ -19,23 +19,23 @@ from typing import Any
 import pytest
 
 from costmodel import cli, cli_lists
-from costmodel.catalog import (
+from costmodel.comparison import compare
+from costmodel.errors import CostModelError, MissingExtraError, UnknownNameError
+from costmodel.gpu_catalog import find_gpu
+from costmodel.price_catalog import (
     TIERS,
+    age_days,
     bill_usd_per_hour,
-    find_gpu,
     find_price,
     list_price_rows,
     list_prices,
-    price_age_days,
     price_row_from_cells,
     prices_from,
     smallest_gpu_that_holds,
     stale_price_warning,
     updated_prices_path,
 )
-from costmodel.errors import CostModelError, MissingExtraError, UnknownNameError
 from costmodel.price_update import csv_text, fetch_offers, gpu_of_offer, rows_from_offers, write_prices
-from costmodel.search import compare
 
 CELLS = {
     "cloud": "Mithril",
@@ -51,13 +51,6 @@ CELLS = {
     "note": "",
     "rank": "yes",
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_prices_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.delenv("FTCOST_PRICE_FILE", raising=False)
-    monkeypatch.delenv("GPUHUNT_CATALOG_DIR", raising=False)
 
 
 def test_every_row_names_a_catalogued_gpu_and_a_tier() -> None:
@@ -195,9 +188,9 @@ def test_age_is_known_only_for_a_full_date() -> None:
     today = datetime.date(2026, 11, 9)
     price = find_price("A40", cloud="RunPod")
     assert price.as_of == "2026-08-19"
-    assert price_age_days(price, today) == 82
-    assert price_age_days(price.model_copy(update={"as_of": "2026 (catalog commit date not stored)"}), today) is None
-    assert price_age_days(price.model_copy(update={"as_of": "2025-05"}), today) is None
+    assert age_days(price.as_of, today) == 82
+    assert age_days("2026 (catalog commit date not stored)", today) is None
+    assert age_days("2025-05", today) is None
 
 
 # --- age

@@ -22,7 +22,7 @@ DEVICE: dict[str, Any] = {
     "source": "ftcost probe",
     "probed": {
         "matmul_flops_per_second": 60e9,
-        "matmul_half_rows": 20.0,
+        "matmul_half_size": 20.0,
         "elementwise_bytes_per_second": [[2**18, 40e9], [2**24, 20e9]],
         "dequantisation_seconds_per_weight": {"nf4": 1e-10},
     },

@@ -195,6 +195,14 @@ def test_does_not_fit_sentence(gpu: str, max_batch_size: int | None, max_length:
 
 
 @pytest.mark.parametrize(
+    ("gpu", "named"), [("H100 SXM", "an H100"), ("T4", "a T4"), ("MyCard", "a MyCard"), ("Atlas", "an Atlas")]
+)
+def test_a_card_has_the_article_of_its_sound(gpu: str, named: str) -> None:
+    values = answer(job={"gpu": gpu}, memory={"capacity_bytes": GIB})
+    assert f", {named} " in report.does_not_fit_sentence(values)
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (None, "unknown"),

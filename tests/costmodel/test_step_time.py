@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import constants as c
-from costmodel.catalog import find_gpu, find_model_config
 from costmodel.defaults import ResolvedJob, resolve
+from costmodel.device_rates import dequantisation_seconds_per_weight, matmul_ceiling
 from costmodel.errors import CostModelError
 from costmodel.estimation import estimate
 from costmodel.expert_load import dropped_token_fraction
+from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
 from costmodel.links import link_of
+from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, parse_job
-from costmodel.step_time import StepTime, _dequantisation_seconds_per_weight, imbalance_seconds, matmul_ceiling, step_time
+from costmodel.step_time import StepTime, imbalance_seconds, step_time
 from costmodel.workload import Batch
 
 LLAMA = "meta-llama/Llama-3.2-3B"
@@ -89,6 +91,25 @@ def test_a_short_batch_costs_the_host_and_a_long_one_the_device() -> None:
     assert short.step_seconds == pytest.approx(short.host_seconds, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("fields", "products"),
+    [
+        ({"method": "full", "dtype": "bfloat16"}, 11 / 12),  # 3 forward, 2 or 3 again, 6 backward
+        ({**LORA, "lora_target_modules": ("q_proj", "v_proj")}, 8 / 9),  # the frozen weights have no gradient
+        (LORA, 1.0),  # the base product of an adapted last linear comes before what its adapter needs
+    ],
+)
+def test_a_recompute_leaves_the_last_linear_out_unless_it_is_adapted(fields: dict[str, Any], products: float) -> None:
+    seconds = {
+        reentrant: timed(
+            LLAMA, "A40", 8, 1024, gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}, **fields,
+        ).by_group_seconds["mlp"]
+        for reentrant in (True, False)
+    }  # fmt: skip
+    assert seconds[False] / seconds[True] == pytest.approx(products, rel=1e-3)
+
+
 def test_an_unknown_rate_is_no_step_time() -> None:
     model, job = prepared(LLAMA, **LORA)
     assert matmul_ceiling(find_gpu("T4"), "bfloat16") is None
@@ -97,15 +118,15 @@ def test_an_unknown_rate_is_no_step_time() -> None:
 
 def test_dequantisation_of_nf4_is_that_of_the_timed_kernels() -> None:
     """arXiv:2408.04693, Fig. 6 data: 359 us for one 4096 x 14336 expert matrix on an A40, at every batch size."""
-    seconds = _dequantisation_seconds_per_weight("nf4", find_gpu("A40")) * 4096 * 14336
+    seconds = dequantisation_seconds_per_weight("nf4", find_gpu("A40")) * 4096 * 14336
     assert seconds == pytest.approx(359e-6, rel=0.01)
 
 
 def test_dequantisation_of_nf4_is_bound_by_bytes_where_integers_are_cheap() -> None:
     gpu = find_gpu("RTX 4090")
     by_bytes = 2.56 / (gpu.memory_bandwidth_bytes_per_second * c.BANDWIDTH_EFFICIENCY)
-    assert _dequantisation_seconds_per_weight("nf4", gpu) == by_bytes
-    assert _dequantisation_seconds_per_weight("nf4", find_gpu("A100-SXM4-40GB")) > 2.5 * by_bytes * 1008 / 1555
+    assert dequantisation_seconds_per_weight("nf4", gpu) == by_bytes
+    assert dequantisation_seconds_per_weight("nf4", find_gpu("A100-SXM4-40GB")) > 2.5 * by_bytes * 1008 / 1555
 
 
 @pytest.mark.parametrize(
@@ -164,9 +185,9 @@ def test_compiled_layers_move_fewer_bytes() -> None:
 def test_a_described_gpu_without_a_compute_capability_is_taken_for_a_newer_card(unknown: str) -> None:
     ada = find_gpu("L40S").model_copy(update={"memory_bandwidth_bytes_per_second": 1e14})  # so that instructions decide
     described = ada.model_copy(update={"compute_capability": unknown})
-    assert _dequantisation_seconds_per_weight("nf4", described) == _dequantisation_seconds_per_weight("nf4", ada)
+    assert dequantisation_seconds_per_weight("nf4", described) == dequantisation_seconds_per_weight("nf4", ada)
     turing = ada.model_copy(update={"compute_capability": "7.5"})
-    assert 2 * _dequantisation_seconds_per_weight("nf4", turing) == _dequantisation_seconds_per_weight("nf4", ada)
+    assert 2 * dequantisation_seconds_per_weight("nf4", turing) == dequantisation_seconds_per_weight("nf4", ada)
 
 
 # --- uneven experts ---------------------------------------------------------------------------------------------------

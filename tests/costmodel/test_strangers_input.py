@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from costmodel import cli, cli_input
-from costmodel.calibration import read_calibration
-from costmodel.catalog import MAX_PRICE_FILE_BYTES, find_model_config, prices_from
 from costmodel.dataset import read_dataset
 from costmodel.errors import CostModelError
 from costmodel.importers import import_config, recognise
 from costmodel.importers.reading import MAX_CONFIG_BYTES
+from costmodel.model_catalog import find_model_config
+from costmodel.price_catalog import MAX_PRICE_FILE_BYTES, prices_from
 from costmodel.sharding import read_sharding
 from costmodel.specs import parse_job
+from costmodel.stored_calibrations import read_calibration
 from costmodel.strict_json import MAX_BYTES
 
 # What makes each importer take a YAML file for its own.

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from costmodel import constants as c
-from costmodel.catalog import find_gpu, find_model_config, list_gpus
 from costmodel.defaults import ResolvedJob, resolve
+from costmodel.gpu_catalog import find_gpu, list_gpus
 from costmodel.hf_config import model_spec_from_config
+from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, parse_job
 from costmodel.step_time import step_time

@@ -11,7 +11,7 @@ from costmodel.errors import CostModelError
 from costmodel.xia2024 import DENSE, SPARSE, Series, ThroughputCoefficients, ThroughputPoint
 
 SERIES = {(each.model, each.dataset, each.gpu): each for each in xia2024.throughput_series()}
-ROWS = {(row["model"], row["dataset"], row["gpu"]): row for row in xia2024.read_table("fit_coefficients")}
+ROWS = {(row["model"], row["dataset"], row["gpu"]): row for row in xia2024.paper_table("fit_coefficients")}
 
 
 @pytest.fixture(params=sorted(SERIES), ids="-".join)

@@ -53,6 +53,7 @@ def _case(
 
 
 _1B, _8B, _QWEN = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-0.5B"
+_GRANITE = "ibm-granite/granite-4.0-h-micro"
 _MISTRAL, _OLMOE, _MIXTRAL = "mistralai/Mistral-7B-v0.1", "allenai/OLMoE-1B-7B-0924", "mistralai/Mixtral-8x7B-v0.1"
 
 CASES: tuple[Case, ...] = (
@@ -112,6 +113,9 @@ CASES: tuple[Case, ...] = (
     _case("llama 1b qlora, not prepared", _1B, "qlora", checkpointed=True, prepare_model_for_kbit_training=False),
     _case("llama 1b qlora, not prepared nor checkpointed", _1B, "qlora", prepare_model_for_kbit_training=False),
     _case("mistral 7b qlora checkpointed", _MISTRAL, "qlora", checkpointed=True, size=4),
+    _case(
+        "llama 1b qlora short, rank 128", _1B, "qlora", checkpointed=True, length=64, lora_r=128
+    ),  # autocast's copies of adapters
     # experts
     _case("olmoe full", _OLMOE, depths=(4, 6)),
     _case("olmoe lora", _OLMOE, "lora"),
@@ -128,8 +132,37 @@ CASES: tuple[Case, ...] = (
     _case("deepseek v2 lite full", "deepseek-ai/DeepSeek-V2-Lite", depths=(5, 7)),
     _case("deepseek v2 lite lora checkpointed", "deepseek-ai/DeepSeek-V2-Lite", "lora", checkpointed=True, depths=(5, 7)),
     _case("moonlight 16b lora", "moonshotai/Moonlight-16B-A3B", "lora", depths=(5, 7), bf16=True),
+    # a head that never builds the logits (TRL 1.15 and later), one of chunks, and fused norms and branches (Liger)
+    _case("llama 1b full trl", _1B, size=4, framework="trl"),
+    _case("llama 1b full trl checkpointed", _1B, size=4, checkpointed=True, framework="trl"),
+    _case("llama 1b full fp32 autocast trl", _1B, dtype="float32", bf16=True, size=2, checkpointed=True, framework="trl"),
+    _case(
+        "llama 8b lora trl checkpointed",
+        _8B,
+        "lora",
+        size=4,
+        bf16=True,
+        checkpointed=True,
+        has_evaluation=True,
+        framework="trl",
+    ),
+    _case("qwen2.5 0.5b lora trl", _QWEN, "lora", size=8, length=1024, framework="trl"),
+    _case("llama 1b full liger", _1B, size=2, use_liger_kernel=True),
+    _case("llama 1b full liger checkpointed", _1B, size=4, checkpointed=True, use_liger_kernel=True),
+    _case("llama 8b lora liger checkpointed", _8B, "lora", size=4, bf16=True, checkpointed=True, use_liger_kernel=True),
+    _case("llama 8b lora liger", _8B, "lora", size=2, bf16=True, use_liger_kernel=True),
+    _case("qwen3 4b lora liger", "Qwen/Qwen3-4B", "lora", size=2, use_liger_kernel=True),
     # a recurrent mixer, its fused kernel stood in for
     _case("mamba 2.8b full", "state-spaces/mamba-2.8b-hf"),
     _case("mamba 2.8b full checkpointed", "state-spaces/mamba-2.8b-hf", checkpointed=True),
+    _case("granite 4 micro full", _GRANITE, depths=(10, 20), length=1024),
+    _case("granite 4 micro full checkpointed", _GRANITE, depths=(10, 20), checkpointed=True, size=4),
+    _case(
+        "granite 4 micro lora",
+        _GRANITE,
+        "lora",
+        depths=(10, 20),
+        lora_target_modules=["in_proj", "input_linear"],
+    ),
     _case("mamba 2.8b lora", "state-spaces/mamba-2.8b-hf", "lora", lora_target_modules=["in_proj"]),
 )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from allocations import CATEGORIES, AllocationLog, Peak
+from silent_kernels import fuse_kernels, kernels_that_do_nothing, library_versions
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -230,6 +231,7 @@ def build_model(config: Mapping[str, Any], job: Mapping[str, Any], *, num_layers
     model = transformers.AutoModelForCausalLM.from_config(
         settings, dtype=_TYPES[job["dtype"]], attn_implementation=attention
     )
+    fuse_kernels(model, job)
     if job.get("quantization"):
         _quantize(model, bool(job.get("double_quant")))
     if job["method"] != "full":
@@ -348,7 +350,8 @@ def create_states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> N
 def trace_step(config: Mapping[str, Any], case: Mapping[str, Any], num_layers: int) -> StepTrace:
     """Traces the step of a bare loop, with ``num_layers`` of the model's layers."""
     job = case["job"]
-    with FakeTensorMode(), gpu_choices():
+    asks = {"fused_lm_head": True} if job.get("framework") == "trl" else {}  # as SFTTrainer.compute_loss does
+    with FakeTensorMode(), gpu_choices(), kernels_that_do_nothing(job, config["model_type"]):
         model = build_model(config, job, num_layers=num_layers)
         optimizer = make_optimizer(model, job)
         create_states(model, optimizer)
@@ -362,7 +365,7 @@ def trace_step(config: Mapping[str, Any], case: Mapping[str, Any], num_layers: i
                 masks = {"attention_mask": torch.ones_like(tokens)} if case["is_padded"] else {}
                 log.enter("forward")
                 with autocast:
-                    outputs = model(input_ids=tokens, labels=tokens, **masks)
+                    outputs = model(input_ids=tokens, labels=tokens, **masks, **asks)
                 loss = outputs.loss
                 if not case["keeps_logits"] and not job.get("use_cache"):
                     del outputs
@@ -377,7 +380,7 @@ def trace_step(config: Mapping[str, Any], case: Mapping[str, Any], num_layers: i
                 log.enter("evaluation")
                 model.eval()
                 with torch.no_grad(), autocast:
-                    model(input_ids=tokens, labels=tokens, **masks)
+                    model(input_ids=tokens, labels=tokens, **masks, **asks)
         undo()
         return StepTrace(
             log.peaks(),
@@ -460,7 +463,8 @@ def extrapolate(config: Mapping[str, Any], case: Mapping[str, Any]) -> dict[str,
         "operators": counts("operators"),
         "num_params": at_full_depth(*both("num_params")),
         "num_trainable_params": at_full_depth(*both("num_trainable_params")),
-        "versions": {each.__name__: each.__version__ for each in (torch, transformers, peft)},
+        "versions": {each.__name__: each.__version__ for each in (torch, transformers, peft)}
+        | library_versions(case["job"], config["model_type"]),
     }
 
 

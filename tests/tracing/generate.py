@@ -1,7 +1,8 @@
 """Regenerates ``tests/golden/traced_steps.jsonl``: ``python tests/tracing/generate.py [--only PART_OF_A_NAME]``.
 
 Needs torch, transformers and peft in the versions that the rows name, no GPU and no weights; some seconds a case. Each
-case runs in a process of its own, ended after :data:`SECONDS`.
+case runs in a process of its own, ended after :data:`SECONDS`. Some rows name trl, and some what has to be installed beside:
+``pip install --no-deps triton einops liger-kernel`` and ``MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps mamba-ssm``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from cases import CASES, Case
 
-from costmodel.catalog import find_model_config
+from costmodel.model_catalog import find_model_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traced_steps.jsonl"
 SECONDS = 300

@@ -239,3 +239,47 @@ def test_every_moment_of_a_tiny_real_step_is_counted(lora: bool, bf16: bool, che
     assert {"loss", "backward", "optimizer"} <= set(real) == set(counted)
     for phase, allocated in real.items():
         assert counted[phase] == pytest.approx(allocated, rel=0.01), phase
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_stacked_experts_of_a_tiny_real_step_are_counted(implementation: str, checkpointed: bool) -> None:
+    """The loop over experts makes a gradient as large as the stack for each expert; grouped products do not."""
+    transformers.logging.set_verbosity_error()
+    settings = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
+    settings._experts_implementation = implementation
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    windows = _bare_loop(model, bf16=False, accumulation=1)
+    real = max(peak.total_bytes for window, peak in windows.items() if window.startswith("layer"))
+    config = model.config.to_dict()
+    job = {
+        "model": config,
+        "method": "full",
+        "dtype": "bfloat16",
+        "bf16": False,
+        "gradient_checkpointing": checkpointed,
+        "experts_implementation": implementation,
+        "max_length": LENGTH,
+        "per_device_train_batch_size": SIZE,
+    }
+    spec = model_spec_from_config(config)
+    resolved, _ = resolve(parse_job(job), spec)
+    plan = _plan(spec, resolved, False)
+    moments = _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH))
+    counted = plan.held.static_bytes + max(moment.total for moment in moments if moment.phase == "backward")
+    assert counted == pytest.approx(real, rel=0.013)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import datetime
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from sample_answer import StandInEstimate, StandInEstimator, answer
+from sample_answer import LLAMA, StandInEstimate, StandInEstimator, answer, estimate_with
 
-from costmodel import report, search
-from costmodel.catalog import find_gpu, list_gpus, list_prices
+from costmodel import comparison_tables, tables
+from costmodel.comparison import compare
 from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.gpu_catalog import find_gpu, list_gpus
+from costmodel.price_catalog import list_prices
 from costmodel.skypilot import can_rent, resources_block
 from costmodel.specs import Job, parse_job
 from costmodel.spot import SpotTerms
-
-
-@pytest.fixture(autouse=True)
-def _no_prices_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FTCOST_CONFIG_DIR", str(tmp_path))
-    monkeypatch.delenv("FTCOST_USD_PER_GPU_HOUR", raising=False)
-    monkeypatch.delenv("FTCOST_PRICE_FILE", raising=False)
-
 
 JOB = {"model": "mistralai/Mistral-7B-v0.1", "num_samples": 1000}
 
@@ -54,12 +47,12 @@ def test_fitting_first_by_dollars_with_the_pareto_front(monkeypatch: pytest.Monk
         "H200 SXM": ("fits", 30.0, 1800.0),
         "V100-SXM2-16GB": ("error", None, None),
     }
-    monkeypatch.setattr(search, "estimate", TableEstimator(table))
-    found = search.compare(JOB, gpus=list(table), as_is=True)
+    estimate_with(monkeypatch, TableEstimator(table))
+    found = compare(JOB, gpus=list(table), as_is=True)
     assert list(dict.fromkeys(each.gpu for each in found)) == ["A40", "L40S", "H100 SXM", "H200 SXM", "T4", "V100-SXM2-16GB"]
     assert {each.gpu for each in found if each.on_pareto_front} == {"A40", "L40S", "H200 SXM"}
     assert {each.gpu for each in found if not each.fits} == {"T4", "V100-SXM2-16GB"}
-    by_time = search.compare(JOB, gpus=list(table), as_is=True, by="time")
+    by_time = compare(JOB, gpus=list(table), as_is=True, by="time")
     fastest_first = list(dict.fromkeys(each.gpu for each in by_time))
     assert fastest_first == ["H200 SXM", "L40S", "H100 SXM", "A40", "T4", "V100-SXM2-16GB"]
     assert found[-1].error == "this GPU has no bf16 peak"
@@ -68,8 +61,8 @@ def test_fitting_first_by_dollars_with_the_pareto_front(monkeypatch: pytest.Monk
 
 def test_every_gpu_with_an_on_demand_price_is_tried_at_each_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = StandInEstimator()
-    monkeypatch.setattr(search, "estimate", estimator)
-    found = search.compare(JOB, as_is=True)
+    estimate_with(monkeypatch, estimator)
+    found = compare(JOB, as_is=True)
     offers = [(each.gpu, each.price.cloud) for each in found if each.price]
     assert len(offers) == len(found) == len(set(offers))
     assert set(offers) == {(price.gpu, price.cloud) for price in list_prices() if price.tier == "on_demand"}
@@ -78,16 +71,16 @@ def test_every_gpu_with_an_on_demand_price_is_tried_at_each_cloud(monkeypatch: p
 
 
 def test_the_whole_machine_is_billed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "estimate", StandInEstimator())
-    (found,) = search.compare({**JOB, "cloud": "AWS"}, gpus=["A100-SXM4-40GB"])
+    estimate_with(monkeypatch, StandInEstimator())
+    (found,) = compare({**JOB, "cloud": "AWS"}, gpus=["A100-SXM4-40GB"])
     assert found.bill_usd_per_hour == 21.9576
     assert found.price is not None
     assert found.price.gpus_per_instance == 8
 
 
 def test_each_tier_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "estimate", StandInEstimator())
-    found = search.compare({**JOB, "cloud": "RunPod"}, gpus=["A40"], tiers=["on_demand", "spot"])
+    estimate_with(monkeypatch, StandInEstimator())
+    found = compare({**JOB, "cloud": "RunPod"}, gpus=["A40"], tiers=["on_demand", "spot"])
     assert {(each.price.tier, each.price.usd_per_gpu_hour) for each in found if each.price} == {
         ("on_demand", 0.44),
         ("spot", 0.28),
@@ -96,8 +89,8 @@ def test_each_tier_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_named_gpu_without_a_price_is_compared_in_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = StandInEstimator(total_usd=None)
-    monkeypatch.setattr(search, "estimate", estimator)
-    (found,) = search.compare(JOB, gpus=["P100-PCIE-16GB"])
+    estimate_with(monkeypatch, estimator)
+    (found,) = compare(JOB, gpus=["P100-PCIE-16GB"])
     assert found.price is None
     assert found.bill_usd_per_hour is None
     assert estimator.jobs[0].cloud is None
@@ -105,55 +98,55 @@ def test_a_named_gpu_without_a_price_is_compared_in_hours(monkeypatch: pytest.Mo
 
 def test_a_described_gpu_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = StandInEstimator()
-    monkeypatch.setattr(search, "estimate", estimator)
+    estimate_with(monkeypatch, estimator)
     mine = find_gpu("A40").model_copy(update={"name": "my card"})
-    (found,) = search.compare(JOB, gpus=[mine])
+    (found,) = compare(JOB, gpus=[mine])
     assert found.gpu == "my card"
     assert estimator.jobs[0].gpu == mine
 
 
 def test_the_given_price_is_that_of_the_jobs_own_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = StandInEstimator()
-    monkeypatch.setattr(search, "estimate", estimator)
-    search.compare({**JOB, "gpu": "NVIDIA A40", "usd_per_gpu_hour": 0.79}, gpus=["A40", "L40S"], as_is=True)
+    estimate_with(monkeypatch, estimator)
+    compare({**JOB, "gpu": "NVIDIA A40", "usd_per_gpu_hour": 0.79}, gpus=["A40", "L40S"], as_is=True)
     prices = {str(job.gpu): job.usd_per_gpu_hour for job in estimator.jobs}
     assert prices == {"A40": 0.79, "L40S": None}
 
 
 def test_unknown_totals_are_ordered_by_the_bill_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "estimate", StandInEstimator(total_usd=None, total_seconds=None))
-    found = search.compare(JOB, gpus=["H100 SXM", "A40", "L40S"])
+    estimate_with(monkeypatch, StandInEstimator(total_usd=None, total_seconds=None))
+    found = compare(JOB, gpus=["H100 SXM", "A40", "L40S"])
     bills = [each.bill_usd_per_hour for each in found]
     assert bills == sorted(bills, key=lambda bill: bill or 0)
     assert not any(each.on_pareto_front for each in found)
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "estimate", TableEstimator({"A40": ("error", None, None)}))
+    estimate_with(monkeypatch, TableEstimator({"A40": ("error", None, None)}))
     with pytest.raises(CostModelError, match="no bf16 peak"):
-        search.compare(JOB, gpus=["A40"])
+        compare(JOB, gpus=["A40"])
     with pytest.raises(UnknownNameError, match="no GPU matches"):
-        search.compare(JOB, gpus=["A41"])
+        compare(JOB, gpus=["A41"])
     with pytest.raises(UnknownNameError, match="no cloud matches"):
-        search.compare({**JOB, "cloud": "nosuch"})
+        compare({**JOB, "cloud": "nosuch"})
     with pytest.raises(UnknownNameError, match="no tier matches"):
-        search.compare(JOB, gpus=["A40"], tiers=["preemptible"])
+        compare(JOB, gpus=["A40"], tiers=["preemptible"])
     with pytest.raises(CostModelError, match="no GPU has a dated reserved price at AWS"):
-        search.compare({**JOB, "cloud": "AWS"}, tiers=["reserved"])
+        compare({**JOB, "cloud": "AWS"}, tiers=["reserved"])
     with pytest.raises(UnknownNameError, match="no order matches 'price'"):
-        search.compare(JOB, by="price")
+        compare(JOB, by="price")
     with pytest.raises(CostModelError, match="no Job field"):
-        search.compare({**JOB, "lora_rank": 8})
+        compare({**JOB, "lora_rank": 8})
 
 
 def test_table_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"A40": ("fits", 10.0, 7200.0), "V100-SXM2-16GB": ("error", None, None)}
-    monkeypatch.setattr(search, "estimate", TableEstimator(table))
-    found = search.compare({**JOB, "cloud": "RunPod"}, gpus=list(table))
-    narrow = report.comparison_table(found)
+    estimate_with(monkeypatch, TableEstimator(table))
+    found = compare({**JOB, "cloud": "RunPod"}, gpus=list(table))
+    narrow = comparison_tables.comparison_table(found)
     assert narrow.rows[0][:6] == ("*", "A40", "2.00 h", "$10.00", "0.44", "RunPod")
     assert narrow.rows[1][1:4] == ("V100-SXM2-16GB", "cannot run", "")
-    shown = report.comparison_table(found, wide=True)
+    shown = comparison_tables.comparison_table(found, wide=True)
     assert shown.rows[0][:3] == ("*", "A40", "fits")
     assert shown.rows[0][6:] == ("$0.44/h", "RunPod Secure A40 on_demand", "2026-08-19", "")
     assert shown.rows[1][1:5] == ("V100-SXM2-16GB", "error", "", "this GPU has no bf16 peak")
@@ -161,27 +154,15 @@ def test_table_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- with the real estimate
 
-LLAMA: dict[str, Any] = {
-    "model": "meta-llama/Llama-2-7b-hf",
-    "method": "lora",
-    "bf16": True,
-    "framework": "trl",
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 4,
-    "max_length": 1024,
-    "lengths": {"dataset": "math_14k"},
-    "num_samples": 15_000,
-}
-
 
 def test_a_machine_of_eight_costs_a_machine_of_eight() -> None:
     # AWS rents this GPU only as p4d.24xlarge, eight of them at 21.9576 an hour.
-    (found,) = search.compare({**LLAMA, "cloud": "AWS"}, gpus=["A100-SXM4-40GB"])
+    (found,) = compare({**LLAMA, "cloud": "AWS"}, gpus=["A100-SXM4-40GB"])
     assert found.price is not None
     assert found.price.product == "p4d.24xlarge"
     assert found.total_seconds is not None
     assert found.total_usd == pytest.approx(found.total_seconds / 3600 * 21.9576)
-    (eight,) = search.compare({**LLAMA, "cloud": "AWS", "num_gpus": 8}, gpus=["A100-SXM4-40GB"])
+    (eight,) = compare({**LLAMA, "cloud": "AWS", "num_gpus": 8}, gpus=["A100-SXM4-40GB"])
     assert eight.bill_usd_per_hour == 21.9576
     assert eight.total_seconds is not None
     assert eight.total_usd == pytest.approx(eight.total_seconds / 3600 * 21.9576)
@@ -189,8 +170,8 @@ def test_a_machine_of_eight_costs_a_machine_of_eight() -> None:
 
 def test_each_gpu_at_its_own_best_settings() -> None:
     gpus = ["A40", "H100 SXM", "B200"]
-    own = {each.gpu: each for each in search.compare(LLAMA, gpus) if each.on_pareto_front or each.gpu in gpus}
-    as_is = {each.gpu: each for each in search.compare(LLAMA, gpus, as_is=True)}
+    own = {each.gpu: each for each in compare(LLAMA, gpus) if each.on_pareto_front or each.gpu in gpus}
+    as_is = {each.gpu: each for each in compare(LLAMA, gpus, as_is=True)}
     for gpu in gpus:
         best, given = own[gpu].estimate, as_is[gpu].estimate
         assert best is not None
@@ -208,16 +189,16 @@ def test_each_gpu_at_its_own_best_settings() -> None:
 
 def test_a_job_that_does_not_fit_as_it_is_may_fit_with_a_smaller_micro_batch() -> None:
     job = {**LLAMA, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
-    (given,) = search.compare({**job, "cloud": "RunPod"}, ["A40"], as_is=True)
-    (own,) = search.compare({**job, "cloud": "RunPod"}, ["A40"])
+    (given,) = compare({**job, "cloud": "RunPod"}, ["A40"], as_is=True)
+    (own,) = compare({**job, "cloud": "RunPod"}, ["A40"])
     assert (given.fits, own.fits) == (False, True)
     assert own.settings["per_device_train_batch_size"] * own.settings["gradient_accumulation_steps"] == 64
 
 
 def test_spot_with_interruptions_is_ranked_by_what_is_expected() -> None:
     job = {**LLAMA, "cloud": "RunPod"}
-    (plain,) = search.compare(job, ["A40"], ["spot"])
-    (interrupted,) = search.compare(job, ["A40"], ["spot"], spot=SpotTerms(0.5, restart_seconds=600))
+    (plain,) = compare(job, ["A40"], ["spot"])
+    (interrupted,) = compare(job, ["A40"], ["spot"], spot=SpotTerms(0.5, restart_seconds=600))
     assert plain.spot is None
     assert any("lost work" in warning for warning in plain.warnings)
     assert interrupted.spot is not None
@@ -229,24 +210,24 @@ def test_spot_with_interruptions_is_ranked_by_what_is_expected() -> None:
     assert interrupted.total_seconds == pytest.approx(plain.total_seconds + lost)
 
 
-def _table_lines(table: report.Table) -> list[str]:
+def _table_lines(table: tables.Table) -> list[str]:
     stream = io.StringIO()
-    report.print_table(table, stream)
+    tables.print_table(table, stream)
     return stream.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("tiers", [["on_demand"], ["spot", "community", "reserved"]])
 def test_the_table_holds_100_columns_and_wide_says_the_rest(tiers: list[str]) -> None:
-    found = search.compare({**LLAMA, "lengths": {"dataset": "math_14k"}, "num_samples": 1_500_000}, None, tiers)
+    found = compare({**LLAMA, "lengths": {"dataset": "math_14k"}, "num_samples": 1_500_000}, None, tiers)
     day = datetime.date(2026, 11, 30)
     for every_offer in (True, False):
-        lines = _table_lines(report.comparison_table(found, today=day, every_offer=every_offer))
+        lines = _table_lines(comparison_tables.comparison_table(found, today=day, every_offer=every_offer))
         assert max(map(len, lines)) <= 100
         assert any(line.startswith("80 % of runs take ") for line in lines)
-    wide = report.comparison_table(found, today=day, wide=True)
+    wide = comparison_tables.comparison_table(found, today=day, wide=True)
     assert wide.columns[-1] == "settings"
     assert "checkpointing off" in " ".join(row[-1] for row in wide.rows)
-    low, high = report._common_interval(found)  # type: ignore[misc]
+    low, high = comparison_tables._common_interval(found)  # type: ignore[misc]
     for each in found:
         if each.estimate and each.estimate.total_seconds:
             assert low <= each.estimate.total_seconds_low / each.estimate.total_seconds <= 1  # type: ignore[operator]
@@ -255,22 +236,22 @@ def test_the_table_holds_100_columns_and_wide_says_the_rest(tiers: list[str]) ->
 
 def test_long_names_stay_apart() -> None:
     names = {gpu.name for gpu in list_gpus()}
-    assert len({report._short_gpu(name) for name in names}) == len(names)
-    assert max(len(report._short_gpu(name)) for name in names) <= 22
-    assert report._short_gpu("RTX PRO 6000 Blackwell Server") == "RTX PRO 6000 .. Server"
+    assert len({comparison_tables._short_gpu(name) for name in names}) == len(names)
+    assert max(len(comparison_tables._short_gpu(name)) for name in names) <= 22
+    assert comparison_tables._short_gpu("RTX PRO 6000 Blackwell Server") == "RTX PRO 6000 .. Server"
 
 
 def test_beside_an_old_price_that_comes_first_stands_the_newest() -> None:
     day = datetime.date(2026, 11, 30)
-    found = search.compare(LLAMA, ["B200", "A40"])
+    found = compare(LLAMA, ["B200", "A40"])
     first = next(each for each in found if each.gpu == "B200")
     assert first.price is not None
     assert first.price.as_of == "2026-03-22"  # cheap, but from spring
-    table = report.comparison_table(found, today=day, every_offer=False)
+    table = comparison_tables.comparison_table(found, today=day, every_offer=False)
     ages = [row[6] for row in table.rows if row[1] == "B200"]
     assert ages == ["253 d!", "66 d"]
     assert "! = the price is older than 90 days" in table.title
-    fresh = report.comparison_table(found, today=datetime.date(2026, 4, 1), every_offer=False)
+    fresh = comparison_tables.comparison_table(found, today=datetime.date(2026, 4, 1), every_offer=False)
     assert [row[1] for row in fresh.rows].count("B200") == 1
     assert "!" not in fresh.title
 
@@ -288,14 +269,14 @@ def test_the_nvl_card_is_as_its_data_sheet_and_says_what_is_not_measured() -> No
 
 def test_old_prices_are_said() -> None:
     job = {**LLAMA, "cloud": "RunPod"}
-    (fresh,) = search.compare(job, ["A40"], today=datetime.date(2026, 11, 9))
-    (stale,) = search.compare(job, ["A40"], today=datetime.date(2026, 11, 30))
+    (fresh,) = compare(job, ["A40"], today=datetime.date(2026, 11, 9))
+    (stale,) = compare(job, ["A40"], today=datetime.date(2026, 11, 30))
     assert fresh.warnings == ()
     assert stale.warnings == ("the price of RunPod A40 on_demand is 103 days old: check it, or run ftcost prices --update",)
 
 
 def test_skypilot_block_is_yaml_that_skypilot_reads() -> None:
-    found = search.compare(LLAMA, ["A40", "A100-SXM4-40GB", "L40S"], ["on_demand", "spot"])
+    found = compare(LLAMA, ["A40", "A100-SXM4-40GB", "L40S"], ["on_demand", "spot"])
     text = resources_block(found)
     ordered = yaml.safe_load(text)["resources"]["ordered"]
     # The fields and clouds that SkyPilot 0.14 takes (sky/utils/schemas.py, sky/clouds).
@@ -311,10 +292,10 @@ def test_skypilot_block_is_yaml_that_skypilot_reads() -> None:
 
 def test_skypilot_block_without_anything_that_fits() -> None:
     """An empty block would let SkyPilot take any machine, so there is none."""
-    found = search.compare({**LLAMA, "cloud": "AWS"}, ["T4"])
+    found = compare({**LLAMA, "cloud": "AWS"}, ["T4"])
     assert not any(map(can_rent, found))
     assert yaml.safe_load(resources_block(found)) is None
-    fits = search.compare({**LLAMA, "cloud": "CoreWeave"}, ["L40S"])
+    fits = compare({**LLAMA, "cloud": "CoreWeave"}, ["L40S"])
     assert fits[0].fits
     assert not can_rent(fits[0])
     text = resources_block(fits)
@@ -324,8 +305,8 @@ def test_skypilot_block_without_anything_that_fits() -> None:
 
 def test_what_is_too_small_is_shown_where_it_comes_closest() -> None:
     job = {**LLAMA, "gradient_checkpointing": False, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    (own,) = search.compare({**job, "cloud": "AWS"}, ["T4"], as_is=True)[:1]
-    (closest,) = search.compare({**job, "cloud": "AWS"}, ["T4"])[:1]
+    (own,) = compare({**job, "cloud": "AWS"}, ["T4"], as_is=True)[:1]
+    (closest,) = compare({**job, "cloud": "AWS"}, ["T4"])[:1]
     assert own.estimate is not None
     assert closest.estimate is not None
     assert not closest.fits

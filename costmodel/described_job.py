@@ -1,0 +1,126 @@
+"""A job with everything looked up that it names: model, GPU, defaults, lengths, and the batch its step is made of."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+from costmodel.defaults import ResolvedJob, resolve
+from costmodel.errors import CostModelError
+from costmodel.gpu_catalog import find_gpu
+from costmodel.hf_config import model_spec_from_config
+from costmodel.lengths import BatchTokens, LengthDistribution, batch_tokens, distribution, longest_batch
+from costmodel.model_catalog import find_model_config
+from costmodel.model_spec import ModelSpec
+from costmodel.specs import GpuSpec, Job, Lengths, parse_gpu
+from costmodel.workload import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSeen:
+    """What the micro-batches of a running job really held, on average; ``longest_tokens`` is the longest sequence so far."""
+
+    num_sequences: float
+    num_tokens: float
+    num_non_padding_tokens: float
+    sum_squared_sequence_tokens: float
+    longest_tokens: int
+    num_supervised_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedJob:
+    """A job with everything looked up that it names, and the batch its step is made of."""
+
+    parsed: Job
+    model: ModelSpec
+    gpu: GpuSpec | None
+    job: ResolvedJob
+    assumed: tuple[str, ...]
+    lengths: LengthDistribution | None
+    tokens: BatchTokens | None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpu is not None and self.gpu.vendor == "CPU"
+
+    @property
+    def mixes_lengths(self) -> bool:
+        """Whether sequences of different length would stand side by side in a batch of several."""
+        return not (self.job.packing or self.job.padding_free) and (self.tokens.is_padded if self.tokens else True)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a batch carries an attention mask."""
+        return self.job.per_device_train_batch_size > 1 and self.mixes_lengths
+
+
+def describe(parsed: Job, seen: TokensSeen | None = None) -> DescribedJob:
+    """Raises :class:`CostModelError` for a name that nothing here knows, or a value that its model or framework refuses."""
+    model = _model_spec(parsed)
+    gpu = _gpu(parsed)
+    if seen is not None and parsed.max_length is None:
+        parsed = parsed.model_copy(update={"max_length": seen.longest_tokens})
+    resolved, assumed = resolve(parsed, model)
+    resolved = _first_equal(resolved)
+    lengths = distribution(parsed.lengths, resolved.max_length) if parsed.lengths else None
+    tokens = batch_tokens(resolved, lengths) if lengths else None
+    if seen is not None:
+        tokens = _tokens_seen(resolved, seen, tokens)
+        lengths = lengths or distribution(Lengths(fixed=seen.longest_tokens), resolved.max_length)
+    return DescribedJob(parsed, model, gpu, resolved, assumed, lengths, tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def _first_equal(job: ResolvedJob) -> ResolvedJob:
+    """The first of equal jobs: the caches behind an estimate then find it by identity, without comparing every field."""
+    return job
+
+
+def _tokens_seen(job: ResolvedJob, seen: TokensSeen, planned: BatchTokens | None) -> BatchTokens:
+    """The measured batch; the longest one by the data where that is known, since it may still come."""
+    supervised = seen.num_supervised_tokens
+    head = supervised if job.supervised_positions_only and supervised is not None else seen.num_tokens
+    padding = max(0.0, seen.num_tokens - seen.num_non_padding_tokens)
+    expected = Batch(seen.num_sequences, seen.num_tokens, seen.sum_squared_sequence_tokens, head, padding)
+    longest = planned.longest if planned else longest_batch(job, job.per_device_train_batch_size, seen.longest_tokens)
+    is_padded = seen.num_tokens > seen.num_non_padding_tokens
+    return BatchTokens(
+        expected=expected,
+        num_non_padding_tokens=seen.num_non_padding_tokens,
+        num_supervised_tokens=supervised,
+        longest=longest,
+        is_padded=planned.is_padded if planned else is_padded,
+        num_samples=planned.num_samples if planned and job.packing else seen.num_sequences,
+    )
+
+
+def _model_spec(job: Job) -> ModelSpec:
+    if isinstance(job.model, str) and not job.model_overrides:
+        return _named_model_spec(job.model)
+    config = dict(find_model_config(job.model))
+    for name in job.model_overrides:
+        if name not in config:
+            raise CostModelError(
+                f"model_overrides {name!r} is no field of the model's config; its fields: {', '.join(sorted(config))}"
+            )
+    return model_spec_from_config({**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else "")
+
+
+@functools.lru_cache(maxsize=256)
+def _catalogued_model_spec(name: str) -> ModelSpec:
+    return model_spec_from_config(find_model_config(name), name=name)
+
+
+def _named_model_spec(name: str) -> ModelSpec:
+    # A path may change between calls; a catalogue entry does not.
+    if os.path.exists(name):
+        return model_spec_from_config(find_model_config(name), name=os.path.basename(os.path.normpath(name)))
+    return _catalogued_model_spec(name)
+
+
+def _gpu(job: Job) -> GpuSpec | None:
+    if job.gpu is None:
+        return None
+    return find_gpu(job.gpu) if isinstance(job.gpu, str) else parse_gpu(job.gpu)

@@ -1,0 +1,63 @@
+"""What a device computes in a second: large matrix products, its data sheet's peak, weights taken out of 4 and 8 bit."""
+
+from __future__ import annotations
+
+from costmodel import constants as c
+from costmodel.defaults import ResolvedJob
+from costmodel.specs import GpuSpec
+from costmodel.workload import stream_dtype
+
+
+def compute_dtype(job: ResolvedJob) -> str:
+    """The type that matrix products run in."""
+    return job.autocast_dtype or stream_dtype(job)
+
+
+def matmul_ceiling(gpu: GpuSpec, dtype: str) -> float | None:
+    """FLOP/s that large matrix products reach on this device; ``None`` where the data sheet has no rate for the type.
+
+    A measured rate where there is one; else the data-sheet peak times a share, or the board's power times a rate for the
+    generations that are held down by it.
+    """
+    if dtype == "float32":
+        if gpu.measured_fp32_matmul_flops_per_second:
+            return gpu.measured_fp32_matmul_flops_per_second
+        return c.CEILING_OVER_PEAK * gpu.peak_fp32_flops_per_second if gpu.peak_fp32_flops_per_second else None
+    peak = gpu.peak_bf16_flops_per_second if dtype == "bfloat16" else gpu.peak_fp16_flops_per_second
+    if peak is None:
+        return gpu.measured_bf16_matmul_flops_per_second if dtype == "bfloat16" else None
+    if gpu.measured_bf16_matmul_flops_per_second:
+        return gpu.measured_bf16_matmul_flops_per_second
+    is_geforce = gpu.vendor == "NVIDIA" and any("GeForce" in name for name in gpu.nvml_names)
+    if is_geforce and gpu.compute_capability in c.CEILING_FLOPS_PER_SECOND_PER_WATT:
+        return c.GEFORCE_CEILING_OVER_PEAK * peak
+    ceiling = c.CEILING_OVER_PEAK * peak
+    per_watt = c.CEILING_FLOPS_PER_SECOND_PER_WATT.get(gpu.compute_capability)
+    return min(ceiling, per_watt * gpu.tdp_watts) if per_watt and gpu.tdp_watts else ceiling
+
+
+def peak_flops_per_second(gpu: GpuSpec, job: ResolvedJob) -> float | None:
+    """The data-sheet rate (dense) of the type the matrix products run in: the denominator of MFU and HFU."""
+    return {
+        "bfloat16": gpu.peak_bf16_flops_per_second,
+        "float16": gpu.peak_fp16_flops_per_second,
+        "float32": gpu.peak_fp32_flops_per_second,
+    }[compute_dtype(job)]
+
+
+def dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec) -> float:
+    """One weight from its codes to 16 bits: as probed, else by the bytes it moves or its integer instructions."""
+    measured = gpu.probed.dequantisation_seconds_per_weight if gpu.probed else None
+    if measured and quantization in measured:
+        return measured[quantization]
+    by_bytes = c.DEQUANTISATION_BYTES[quantization] / (gpu.memory_bandwidth_bytes_per_second * c.BANDWIDTH_EFFICIENCY)
+    instructions = c.DEQUANTISATION_INSTRUCTIONS.get(quantization)
+    if instructions is None or gpu.peak_fp32_flops_per_second is None or gpu.vendor != "NVIDIA":
+        return by_bytes
+    # A multiply-add is two FLOPs. From compute capability 8.6 on, and on Hopper, half of the fp32 lanes do integers;
+    # before, there were as many lanes of each.
+    # Of a described GPU whose compute capability is not known, the slower of the two is taken: most cards are newer.
+    capability = [int(part) for part in gpu.compute_capability.split(".") if part.isdecimal()]
+    has_shared_lanes = len(capability) < 2 or tuple(capability) >= (8, 6)
+    integer_rate = gpu.peak_fp32_flops_per_second / (4 if has_shared_lanes else 2)
+    return max(by_bytes, instructions / integer_rate)

@@ -1,0 +1,166 @@
+"""What is known about models: their ``config.json``, by catalogue id, path or hub id."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from costmodel.data_files import DATA_FOLDER, read_table
+from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError, first_line
+from costmodel.strict_json import read_json_text
+
+HUB_TIMEOUT_SECONDS: Final = 5.0
+
+# What may follow a name without changing which model is meant: "Mixtral-8x7B" is "Mixtral-8x7B-v0.1".
+_RELEASE_SUFFIX: Final = re.compile(r"-(hf|base|it|pt|v\d+(\.\d+)*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Where a catalogued config comes from. ``confidence``: "high" where its size equals a published tensor count."""
+
+    model_id: str
+    model_type: str
+    confidence: str
+    source: str
+
+
+@functools.cache
+def _model_rows() -> dict[str, dict[str, str]]:
+    return {row["model_id"]: row for row in read_table("models", "index.csv")}
+
+
+@functools.cache
+def _model_ids_by_lower_name() -> dict[str, str]:
+    """Lower-case id, or alias -> catalogue id."""
+    names = {row["alias"].lower(): row["model_id"] for row in read_table("models", "aliases.csv")}
+    names.update((model_id.lower(), model_id) for model_id in _model_rows())
+    return names
+
+
+def list_models() -> tuple[str, ...]:
+    """Ids of all catalogued models, sorted."""
+    return tuple(_model_rows())
+
+
+def model_facts(model_id: str) -> ModelFacts:
+    """Family and source of a catalogued model, by its exact id."""
+    row = _model_rows()[model_id]
+    return ModelFacts(model_id, row["model_type"], row["confidence"], row["source"])
+
+
+def find_model_id(name: str) -> str | None:
+    """The catalogue id that ``name`` means, ``None`` if none does.
+
+    Case does not matter; the organisation and a release suffix (``-hf``, ``-v0.1``) may be left out where that leaves
+    one model. Raises :class:`AmbiguousNameError` where it leaves several.
+    """
+    wanted = name.strip().strip("/").lower()
+    names = _model_ids_by_lower_name()
+    if wanted in names:
+        return names[wanted]
+    has_organisation = "/" in wanted
+    exact, released = set(), set()
+    for known, model_id in names.items():
+        candidate = known if has_organisation else known.rpartition("/")[2]
+        if candidate == wanted:
+            exact.add(model_id)
+        elif candidate.startswith(wanted) and _RELEASE_SUFFIX.fullmatch(candidate, len(wanted)):
+            released.add(model_id)
+    matches = exact or released
+    if len(matches) > 1:
+        raise AmbiguousNameError("model", name, sorted(matches))
+    return matches.pop() if matches else None
+
+
+def find_model_config(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` mapping of a model. Data only: nothing is executed.
+
+    ``model`` is a mapping (copied), a path to a ``config.json`` or a folder that holds one, a catalogue id, or, only if
+    ``huggingface_hub`` is installed and can reach it (or has it cached), a hub id. Raises :class:`CostModelError`.
+    """
+    if isinstance(model, Mapping):
+        return dict(model)
+    name = os.fspath(model).strip()
+    if not name:
+        raise CostModelError("the model is an empty string; give an id, a path to a config.json, or a config mapping")
+    path = os.path.expanduser(name)
+    if name.lower().endswith(".json") or os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")):
+        return _config_from_path(path)
+    model_id = find_model_id(name)
+    if model_id is not None:
+        return _read_json_object(os.path.join(DATA_FOLDER, "models", _model_rows()[model_id]["file"]))
+    if os.path.isdir(path):
+        return _config_from_path(path)
+    return _config_from_hub(name)
+
+
+def _config_from_path(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        config_path = os.path.join(path, "config.json")
+        adapter_path = os.path.join(path, "adapter_config.json")
+        if not os.path.isfile(config_path) and os.path.isfile(adapter_path):
+            base = _read_json_object(adapter_path).get("base_model_name_or_path")
+            raise CostModelError(f"{path} holds a LoRA adapter, not a model; give its base model: {base}")
+        if not os.path.isfile(config_path):
+            raise CostModelError(f"the folder {path} holds no config.json")
+        path = config_path
+    if not os.path.isfile(path):
+        raise CostModelError(f"no such file: {path}")
+    return _read_json_object(path)
+
+
+def _read_json_object(path: str) -> dict[str, Any]:
+    try:
+        value = json.loads(read_json_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CostModelError(f"{path} is not readable JSON: {first_line(error)}") from None
+    if not isinstance(value, dict):
+        raise CostModelError(f"{path} is not a config: it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _config_from_hub(name: str) -> dict[str, Any]:
+    """``config.json`` of a hub repository, by the installed ``huggingface_hub``: that one file, never code."""
+    reason = "it is not in the catalogue"
+    if re.fullmatch(r"[\w.\-]+/[\w.\-]+", name):
+        try:
+            from huggingface_hub import hf_hub_url, try_to_load_from_cache
+
+            # Both are exported at run time only, which a type checker cannot see.
+            hub_utils: Any = importlib.import_module("huggingface_hub.utils")
+        except ImportError:
+            reason += ", and huggingface_hub is not installed to ask the hub"
+        else:
+            cached = try_to_load_from_cache(name, "config.json")
+            if isinstance(cached, str):
+                return _read_json_object(cached)
+            try:
+                # One request: the client's own download retries for half a minute where there is no network.
+                response = hub_utils.get_session().get(
+                    hf_hub_url(name, "config.json"),
+                    headers=hub_utils.build_hf_headers(),
+                    timeout=HUB_TIMEOUT_SECONDS,
+                )
+                response.raise_for_status()
+                config = response.json()
+            except Exception as error:  # whatever the network, the hub or its client has to say
+                reason += f", and the hub gave none ({first_line(error)})"
+            else:
+                if isinstance(config, dict):
+                    return config
+                reason += ", and the hub's config.json is not an object"
+    raise UnknownNameError("model", name, _known_like(name), way_out=f"{reason}; give a path to its config.json")
+
+
+def _known_like(name: str) -> list[str]:
+    """Ids to compare a misspelt name with: whole ones, or bare ones for a name without organisation."""
+    if "/" in name:
+        return list(list_models())
+    return [model_id.rpartition("/")[2] for model_id in list_models()]
