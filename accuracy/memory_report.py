@@ -80,8 +80,8 @@ def qwen_replays_section(runs: Sequence[Run]) -> list[str]:
         "",
         "  Read as 2**30 the rest grows with the model, which nothing outside the tensors does; so the rows are read as 1e9 bytes,",
         f"  a choice made by looking at them. With it the median error is {_median_percent(as_decimal):.1f} %, with 2**30 it would be {_median_percent(read_as_binary):.1f} %. **Not explained**: the",
-        "  1.3 to 2.8 GiB that remain, more than any context stated below, and why 8,192 tokens (LoRA, 1.8B and 7B) hold less than",
-        "  the replay of 8,192. Ruled out: fp32 logits that accelerate makes of the outputs, the shifted copy of the logits, the",
+        "  1.3 to 2.8 GiB that remain (the largest overhead stated below is 1.4), and why 8,192 tokens (LoRA, 1.8B and 7B) hold less",
+        "  than the replay of 8,192. Ruled out: fp32 logits that accelerate makes of the outputs, the shifted copy of the logits, the",
         "  unpacking of GPTQ, DeepSpeed's buckets and masters, and the gaps of the allocator: all are in the replay.",
         "",
     ]

@@ -16,7 +16,8 @@ The machine's own speed moves, so it is measured beside every row, by rules that
   outside at any speed, so the two places are never held against each other.
 - The last 15 steps hold the very batches of the 15 before them. ``repeat`` is what they took over what those took: no
   prediction can be better than that, so it is the noise floor of the 5 % bar.
-- All rows are in the figures. ``steady rows`` are those whose reference moved by no more than ``STEADY``; ``drift taken out``
+- All rows are in the figures. ``steady rows`` are those whose reference moved by no more than ``STEADY``, ``rows that repeat``
+  those whose ``repeat`` is within the bar (bursts of a few steps move the mean and not the reference); ``drift taken out``
   multiplies each prediction by the drift, that is, asks what a machine of constant speed would have shown.
 
 ``--clock processor`` (default) counts the seconds that a processor worked for us, in the probe and in the run: on a shared
@@ -347,13 +348,16 @@ KINDS = {
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By line of the table: all rows, the steady ones, all with the drift taken out; and the noise floor."""
+    """By line of the table: all rows, the steady ones, those that repeat, all with the drift taken out; the noise floor."""
     found = {}
     for kind, (limit, label, drifted) in KINDS.items():
         measured = [row for row in rows if row[kind] is not None]
         steady = [row for row in measured if abs(row[drifted]) <= STEADY]
         found[label] = _figures([row[kind] for row in measured], limit)
         found[f"{label}, steady rows"] = _figures([row[kind] for row in steady], limit)
+        if limit == TARGET_CALIBRATED:
+            repeated = [row[kind] for row in measured if abs(row["repeat_error"]) <= limit]
+            found[f"{label}, rows that repeat within {limit:.0%}"] = _figures(repeated, limit)
         found[f"{label}, drift taken out"] = _figures([(1 + row[kind]) * (1 + row[drifted]) - 1 for row in measured], limit)
     found["the same steps once more"] = _figures([row["repeat_error"] for row in rows], TARGET_CALIBRATED)
     return found
@@ -387,8 +391,8 @@ def markdown(answer: dict[str, Any]) -> str:
         "each run and before each step. **Drift to the run** is how much slower that work was around the run than around the probe,",
         "**drift after 20** how much slower before the steps from 21 on than before the others. **Repeat** is what the last 15 steps took over the 15 before them, which held",
         "the very same batches: what no prediction can be better than. The rules stood in the script before the run: all rows are",
-        f'in the figures; steady rows are those whose drift is at most {STEADY:.0%}; "drift taken out" multiplies the prediction by',
-        "the drift.",
+        f"in the figures; steady rows are those whose drift is at most {STEADY:.0%}, rows that repeat those whose repeat is within",
+        'the bar (bursts of a few steps do not show in the drift); "drift taken out" multiplies the prediction by the drift.',
         "",
         f"{facts['processor']}, {answer['threads']} thread, torch {facts['torch']}, transformers {facts['transformers']}, "
         f"{answer['date']}. Seconds of the {'processor' if answer['clock'] == 'processor' else 'wall clock'}; load average "
