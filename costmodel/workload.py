@@ -470,17 +470,18 @@ def operators(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Operators:
             if job.is_peft
             else _OPTIMIZER_OPERATORS["full"]
         )
-        if layer.experts and job.experts_implementation == "eager":
-            hit = expected_experts_hit(layer.experts.num_experts, layer.experts.num_experts_per_tok, batch.num_tokens)
+        for experts in layer.all_experts:
+            if job.experts_implementation != "eager" or experts.runs_all:  # those that run all are one batched product
+                each_forward += _STACKED_EXPERTS_OPERATORS[0]
+                each_backward += _STACKED_EXPERTS_OPERATORS[1]
+                continue
+            hit = expected_experts_hit(experts.num_experts, experts.num_experts_per_tok, batch.num_tokens)
             visits += count * hit
             expert_forward = _EXPERT_OPERATORS[0] + (_ADAPTED_EXPERT_OPERATORS[0] if adapted.expert_linears else 0)
             expert_backward = _EXPERT_OPERATORS[1] + (_ADAPTED_EXPERT_OPERATORS[1] if adapted.expert_linears else 0)
             loop_forward += count * hit * expert_forward
             loop_backward += count * hit * expert_backward
-            optimizer += count * _OPTIMIZER_OPERATORS["adapted_linear"] * adapted.num_experts * len(adapted.expert_linears)
-        elif layer.experts:
-            each_forward += _STACKED_EXPERTS_OPERATORS[0]
-            each_backward += _STACKED_EXPERTS_OPERATORS[1]
+        optimizer += count * _OPTIMIZER_OPERATORS["adapted_linear"] * adapted.num_experts * len(adapted.expert_linears)
         quantized += count * num_quantized * passes
         layers_forward += count * each_forward
         backward += count * (each_backward + _CHECKPOINT_OPERATORS_PER_LAYER * recomputes)

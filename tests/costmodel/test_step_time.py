@@ -23,7 +23,7 @@ from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, parse_job
 from costmodel.step_time import StepTime, imbalance_seconds, step_time
-from costmodel.workload import Batch
+from costmodel.workload import Batch, expected_experts_hit, operators
 
 LLAMA = "meta-llama/Llama-3.2-3B"
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
@@ -108,6 +108,20 @@ def test_a_recompute_leaves_the_last_linear_out_unless_it_is_adapted(fields: dic
         for reentrant in (True, False)
     }  # fmt: skip
     assert seconds[False] / seconds[True] == pytest.approx(products, rel=1e-3)
+
+
+def test_experts_in_the_mixer_are_visited_too_and_those_that_run_all_are_not_a_loop() -> None:
+    batch = Batch.of(1, 256)
+    model, job = prepared("jetmoe/jetmoe-8b", method="full", experts_implementation="eager")
+    per_stack = sum(
+        count * 30 * expected_experts_hit(each.num_experts, each.num_experts_per_tok, batch.num_tokens)
+        for layer, count in model.layers
+        for each in (layer.mixer_experts, layer.experts)
+        if each
+    )
+    assert operators(model, job, batch).loop_forward == pytest.approx(per_stack)
+    model, job = prepared("meta-llama/Llama-4-Scout-17B-16E", method="full", experts_implementation="eager")
+    assert operators(model, job, batch).loop_forward == 0.0
 
 
 def test_an_unknown_rate_is_no_step_time() -> None:
