@@ -398,6 +398,12 @@ def front_page(runs: Sequence[Run], by_source: Errors, memory_rows: Sequence[tup
     for name, regimes in FRONT_PAGE_REGIMES:
         some = [abs(percent(by_source[run.run_id])) for run in runs if regime(run) in regimes]
         lines.append(f"| step time, {name} | {len(some)} | {statistics.median(some):.1f} % | {quantile(some, 0.9):.0f} % |")
+    worst = [percent(by_source[run.run_id]) for run in runs if regime(run) == "moe_device"]
+    size = [abs(error) for error in worst]
+    lines.append(
+        f"| ... of them bound by the GPU ({sum(error < 0 for error in worst)} of {len(worst)} predicted too short, not explained) "
+        f"| {len(worst)} | {statistics.median(size):.1f} % | {quantile(size, 0.9):.0f} % |"
+    )
     for name, some_rows in (("configuration known", known(memory_rows)), ("any", memory_rows)):
         errors = [abs(percent(log_ratio)) for _, _, log_ratio in some_rows]
         lines.append(

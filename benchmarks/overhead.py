@@ -4,7 +4,7 @@
 
 ``parts``: processor time of the training thread inside our events and hooks, one training in the middle of everything
 else, mean a step. It is what the target is about: under 0.5 % of a 50 ms step, 250 us, with every sensor on.
-``of_which_timing_itself``: what an event that does nothing shows, times the timed calls; it is not taken off.
+``of_which_timing_itself``: what the same calls show in a training of its own where they do nothing; it is not taken off.
 ``pairs``: whole trainings in the order A B A B ..., median difference a step; a shared machine moves this by more than
 the effect. ``sampler``: processor time of one GPU sample on the stand-in NVML library, at the default two a second.
 ``host_reads``: operators that wait for a device, with and without the callback. ``--million``: a million steps through
@@ -38,7 +38,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TARGET_STEP_SECONDS = 0.05
 TARGET_SHARE = 0.005
 VOCABULARY = 128
-NOTHING = "an event that does nothing"
 STAND_IN = Path(__file__).parent.parent / "tests" / "callback" / "nvml_stand_in" / "nvml.c"
 EVENTS = (
     "on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log",
@@ -114,15 +113,15 @@ def timed(targets: list[tuple[Any, str, str]]) -> Iterator[dict[str, list[int]]]
     originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in targets]
 
     def wrap(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        into = calls[part]
+        into, clock = calls[part], time.thread_time_ns
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            begun = time.thread_time_ns()
+            begun = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                into.append(time.thread_time_ns() - begun)
+                into.append(clock() - begun)
 
         return wrapped
 
@@ -135,34 +134,58 @@ def timed(targets: list[tuple[Any, str, str]]) -> Iterator[dict[str, list[int]]]
             setattr(owner, name, original)
 
 
-def by_part(kind: str, steps: int) -> dict[str, Any]:
+def microseconds_by_part(calls: dict[str, list[int]], steps: int) -> dict[str, float]:
+    """Means of a step, since steps are settled some at once and reports come now and then; the first call of each part
+    warms up."""
+    return {part: sum(each[1:]) / 1e3 / (steps - 1) for part, each in calls.items() if len(each) > 1}
+
+
+def timing_itself(kind: str, steps: int) -> float:
+    """Microseconds a step that timing shows of as many calls that do nothing, in the same places, with nothing of ours."""
     from transformers import TrainerCallback
 
+    from ftcost_callback.expert_sites import find_expert_sites
+
+    class Nothing(TrainerCallback):
+        """The events, and the hooks' calls."""
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    class Hook:
+        __call__ = nothing
+
+    for event in EVENTS:
+        setattr(Nothing, event, nothing)
+    targets = [(Nothing, event, event) for event in EVENTS] + [(Hook, "__call__", "hooks")]
+    with tempfile.TemporaryDirectory() as folder, timed(targets) as calls:
+        trainer = make_trainer(kind, steps, folder, [Nothing()])
+        trainer.model.register_forward_pre_hook(Hook(), with_kwargs=True)
+        trainer.model.register_forward_hook(Hook(), always_call=True)
+        for site in find_expert_sites(trainer.model):
+            site.hooked.register_forward_pre_hook(Hook(), with_kwargs=True)
+        trainer.train()
+    return sum(microseconds_by_part(calls, steps).values())
+
+
+def by_part(kind: str, steps: int) -> dict[str, Any]:
     from ftcost_callback import FTCostCallback
     from ftcost_callback.expert_load import ArgumentHook
     from ftcost_callback.forward_window import _CloseHook, _OpenHook
 
-    class Nothing(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
-
     targets: list[tuple[Any, str, str]] = [(FTCostCallback, event, event) for event in EVENTS]
     targets += [(_OpenHook, "__call__", "forward opens"), (_CloseHook, "__call__", "forward closes")]
     targets += [(ArgumentHook, "__call__", "experts (a hook of each layer)")]
-    targets += [(Nothing, "on_pre_optimizer_step", NOTHING)]
     with tempfile.TemporaryDirectory() as folder, timed(targets) as calls:
-        trainer = make_trainer(kind, steps, folder, [Nothing(), our_callback(predict=False)])
+        trainer = make_trainer(kind, steps, folder, [our_callback(predict=False)])
         begun = time.process_time()
         trainer.train()
         step_seconds = (time.process_time() - begun) / steps
-    # The mean, since steps are settled some at once and reports come now and then; the first call of each part warms up.
-    mean = {part: sum(each[1:]) / 1e3 / (steps - 1) for part, each in calls.items() if len(each) > 1}
-    nothing = mean.pop(NOTHING)
+    mean = microseconds_by_part(calls, steps)
     total = sum(mean.values())
-    num_timed = sum(len(each) for part, each in calls.items() if part != NOTHING) / steps
     return {
         "microseconds_per_step": {part: round(each, 1) for part, each in mean.items()},
         "total_microseconds_per_step": round(total, 1),
-        "of_which_timing_itself": round(num_timed * nothing, 1),
+        "of_which_timing_itself": round(timing_itself(kind, steps), 1),
         "share_of_a_50_ms_step": round(total / 1e6 / TARGET_STEP_SECONDS, 5),
         "target_share": TARGET_SHARE,
         "step_processor_seconds": round(step_seconds, 5),

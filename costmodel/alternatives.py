@@ -70,7 +70,8 @@ def alternatives(
 
     yield "checkpointing", other_checkpointing(start)
     for settings in _precisions(start, gpu):
-        yield "precision", changed(**settings)
+        if different := changed(**settings):
+            yield "precision", different
     if _liger_runs(start, gpu):
         yield "kernels", {"use_liger_kernel": True}
     attention = str(start.get("attn_implementation"))
@@ -120,7 +121,7 @@ def _precisions(start: Mapping[str, Any], gpu: GpuSpec) -> Iterator[dict[str, An
     if start.get("dtype") != "float32":
         return
     half = "float16" if start.get("fp16") or not gpu.peak_bf16_flops_per_second else "bfloat16"
-    autocast = {"bf16": True} if half == "bfloat16" else {"fp16": True}
+    autocast = {"bf16": half == "bfloat16", "fp16": half == "float16"}  # both said: one is turned on, the other off
     if not _in_16_bit(start):
         yield autocast
     if half == "float16" and start.get("method") == "full":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.capacity import Fit
 from costmodel.cost import RunTime, dollars
@@ -22,6 +22,10 @@ from costmodel.workload import Batch, hardware_flops, model_flops, num_trainable
 
 if TYPE_CHECKING:
     from costmodel.stored_calibrations import Applied
+
+# Starting up and saving are rules of thumb: the band of a total halves and doubles them.
+_FIXED_LOW: Final = 0.5
+_FIXED_HIGH: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +172,8 @@ def answer_from(
 
     total = run.total_seconds if run else None
     fixed = run.startup_seconds + (run.save_seconds or 0.0) if run else 0.0
-    low = (total - fixed) / interval + fixed * 0.5 if run and total is not None and interval else None
-    high = (total - fixed) * interval + fixed * 2.0 if run and total is not None and interval else None
+    low = (total - fixed) / interval + fixed * _FIXED_LOW if run and total is not None and interval else None
+    high = (total - fixed) * interval + fixed * _FIXED_HIGH if run and total is not None and interval else None
 
     def usd(duration: float | None) -> float | None:
         return dollars(duration, price, job.num_gpus) if price and duration is not None else None
@@ -227,6 +231,32 @@ def answer_from(
         evidence=evidence,
         calibration=applied.to_dict() if applied else None,
         warnings=warnings,
+    )
+
+
+def with_startup(estimate: Estimate, seconds: float) -> Estimate:
+    """The same with a start-up that was measured, so that it has no band of its own."""
+    assumed, price, num_gpus = estimate.startup_seconds, estimate.price, int(estimate.job["num_gpus"])
+    if assumed is None:
+        return estimate
+
+    def changed(total: float | None, factor: float) -> float | None:
+        return total - factor * assumed + seconds if total is not None else None
+
+    def usd(duration: float | None) -> float | None:
+        return dollars(duration, price, num_gpus) if price and duration is not None else None
+
+    total = changed(estimate.total_seconds, 1.0)
+    low, high = changed(estimate.total_seconds_low, _FIXED_LOW), changed(estimate.total_seconds_high, _FIXED_HIGH)
+    return dataclasses.replace(
+        estimate,
+        startup_seconds=seconds,
+        total_seconds=total,
+        total_seconds_low=low,
+        total_seconds_high=high,
+        total_usd=usd(total),
+        total_usd_low=usd(low),
+        total_usd_high=usd(high),
     )
 
 

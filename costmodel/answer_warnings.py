@@ -58,6 +58,13 @@ def answer_warnings(described: DescribedJob, step: StepTime | None, fit: Fit | N
             f"cut samples at {fit.max_length_tokens} tokens"
             + (f" or use batch size {fit.max_batch_size}" if fit.max_batch_size else "")
         )
+    if resolved.attends_across_documents and tokens is not None and tokens.expected.num_masked_pairs:
+        masked = tokens.expected.num_masked_pairs / tokens.expected.num_attended_pairs
+        warnings.append(
+            f"rows without padding under attn_implementation {resolved.attn_implementation}: attention is computed over the "
+            f"whole micro-batch of {tokens.expected.num_tokens:,.0f} tokens and {masked:.0%} of it is masked; "
+            "flash_attention_2 keeps the samples apart"
+        )
     if model.is_moe and resolved.fused_experts and resolved.quantization in {"nf4", "fp4", "int8"}:
         size = sum(
             layer.experts.num_experts * layer.experts.params_per_expert * count

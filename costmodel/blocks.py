@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.model_spec import NO_ATTENTION, Attention, Experts, Linear, Norm, Scan, Weights
 
 
@@ -56,16 +56,18 @@ class Fields:
         return bool(self.get(name))
 
     def entry(self, name: str, layer: int) -> Any:
-        """A field that holds one value, or a list with one for each layer."""
+        """A field that holds one value (text or a number), or a list with one for each layer."""
         value = self.get(name)
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            return value
-        if layer >= len(value):
-            raise CostModelError(
-                f"the model config's {self._key(name)} names {len(value)} layers of "
-                f"{self.size('num_hidden_layers')}; give one entry for each layer"
-            )
-        return value[layer]
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            if layer >= len(value):
+                raise CostModelError(
+                    f"the model config's {self._key(name)} names {len(value)} layers of "
+                    f"{self.size('num_hidden_layers')}; give one entry for each layer"
+                )
+            value = value[layer]
+        if isinstance(value, (Mapping, list, tuple)):
+            raise CostModelError(f"the model config's {self._key(name)} must hold one value a layer, got {shown(value)}")
+        return value
 
     def without(self, name: str) -> Fields:
         """The same config without one field, for a family whose code does not read it."""

@@ -59,6 +59,7 @@ class MeasuredStep:
     seconds: float
     source: str
     scatter: float = 0.0  # standard error of ``seconds``, as a share, by the scatter of the steps it stands for
+    slowest: Batch | None = None  # of the GPU that the others wait for
 
     @property
     def sigma(self) -> float:
@@ -67,7 +68,15 @@ class MeasuredStep:
 
     def predicted_seconds(self, device_factor: float = 1.0, host_factor: float = 1.0) -> float:
         """Raises :class:`CostModelError` where the card has no rate for the job's type."""
-        step = step_time(self.model, self.job, self.gpu, self.batch, device_factor=device_factor, host_factor=host_factor)
+        step = step_time(
+            self.model,
+            self.job,
+            self.gpu,
+            self.batch,
+            device_factor=device_factor,
+            host_factor=host_factor,
+            slowest=self.slowest,
+        )
         if step is None:
             raise CostModelError(f"{self.gpu.name} has no known rate for {compute_dtype(self.job)}: nothing to calibrate")
         return step.step_seconds

@@ -75,7 +75,7 @@ def max_batch_size(
             model,
             job,
             longest_batch(job, size, sequence_tokens, attended_tokens),
-            is_padded=is_padded and size > 1,
+            is_padded=is_padded and (size > 1 or job.packing),
             on_cpu=on_cpu,
             evaluation=evaluation,
         )

@@ -37,7 +37,7 @@ from costmodel.cli_flags import (
     spot_terms,
     with_job_flags,
 )
-from costmodel.cli_input import JobInput, effects_of_dataset, job_texts, read_job, read_text, standard_input
+from costmodel.cli_input import JobInput, effects_of_dataset, job_on_line, job_texts, read_job, read_text, standard_input
 from costmodel.cli_lists import gpus_command, models_command, prices_command
 from costmodel.cli_run import (
     DOES_NOT_FIT,
@@ -55,7 +55,6 @@ from costmodel.cli_run import (
     while_read,
 )
 from costmodel.errors import CostModelError
-from costmodel.strict_json import job_mapping, parse_json
 from costmodel.units import SECONDS_PER_HOUR
 
 if TYPE_CHECKING:
@@ -229,8 +228,7 @@ def _estimate_lines(path: str, fields: Mapping[str, Any], *, strict: bool) -> in
     with while_read():
         for number, line in job_texts(lines):
             try:
-                job = job_mapping(parse_json(line, f"line {number}"), f"line {number}")
-                answer = _with_spot(estimate({**job, **fields}).to_dict())
+                answer = _with_spot(estimate({**job_on_line(number, line), **fields}).to_dict())
                 stale = stale or _stale_price(answer)
                 text = to_json(answer, indent=None)
                 num_answered += 1

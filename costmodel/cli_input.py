@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.errors import CostModelError
+from costmodel.strict_json import job_mapping, parse_json
 
 if TYPE_CHECKING:
     from costmodel.dataset import DatasetEffects, DatasetLengths
@@ -21,21 +22,23 @@ if TYPE_CHECKING:
 
 MAX_JOBS_BYTES: Final = 256 * 1000 * 1000
 MAX_LINE_CHARACTERS: Final = 10 * 1000 * 1000
+_KEEP_BYTES: Final = "surrogateescape"  # one line that is not UTF-8 must not cost the answers to the others
 
 
 def read_text(path: str) -> str:
-    """The text of a file of jobs, one a line. Raises :class:`CostModelError` with the path as it was given."""
+    """The text of a file of jobs, one a line; what is not UTF-8 comes as surrogates, which :func:`job_on_line` refuses.
+
+    Raises :class:`CostModelError` with the path as it was given.
+    """
     try:
         if os.path.getsize(path) > MAX_JOBS_BYTES:
             raise CostModelError(f"{path} is larger than {MAX_JOBS_BYTES // 1_000_000} MB; split it, or pipe it in (-)")
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, encoding="utf-8-sig", errors=_KEEP_BYTES) as file:
             return file.read()
     except FileNotFoundError:
         raise CostModelError(f"no such file: {path}") from None
     except IsADirectoryError:
         raise CostModelError(f"{path} is a folder; give a job file (.json, .yaml or .jsonl)") from None
-    except UnicodeDecodeError:
-        raise CostModelError(f"{path} is not a text file in UTF-8") from None
     except OSError as error:
         raise CostModelError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -83,6 +86,8 @@ def read_job(
         warnings += counted.warnings
     elif imported is not None and "num_samples" in fields and (waits := imported.waits_for_dataset):
         warnings.append(waits)
+    elif imported is not None and not fields.get("num_samples") and not fields.get("max_steps"):
+        warnings += [most] if (most := imported.most_samples) else []
     return JobInput({**fields, **decided}, flags, decided, imported, counted, tuple(warnings))
 
 
@@ -105,7 +110,10 @@ def _all_of_standard_input() -> str:
         num_characters += len(line)
         if num_characters > MAX_LINE_CHARACTERS:
             raise CostModelError(f"standard input is longer than {MAX_LINE_CHARACTERS // 1_000_000} MB: not a job")
-    return "".join(lines)
+    text = "".join(lines)
+    if not _is_utf8(text):
+        raise CostModelError("standard input is not text in UTF-8")
+    return text
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------
@@ -144,22 +152,35 @@ def effects_of_dataset(dataset: DatasetLengths, job: Mapping[str, Any]) -> Datas
 
 def job_texts(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
     """Number and text of each line that is not blank; all of the text where it is one object over several lines."""
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    for number, line in numbered:
+        if number == 1:
+            line = line.removeprefix("\ufeff")
+        # The first line decides: a feeder that waits for each answer is never read ahead of.
+        if line.lstrip().startswith("{") and not _is_json(line):
+            rest = list(numbered)
+            whole = "\n".join([line, *(text for _, text in rest)])
+            yield from [(number, whole)] if _is_json(whole) else [(number, line), *rest]
+        else:
+            yield number, line
+        break
+    yield from numbered
+
+
+def job_on_line(number: int, line: str) -> dict[str, Any]:
+    """The job of one line, as :func:`job_texts` gives it. Raises :class:`CostModelError` where it holds none."""
+    where = f"line {number}"
+    if not _is_utf8(line):
+        raise CostModelError(f"{where} is not text in UTF-8")
+    return job_mapping(parse_json(line, where), where)
+
+
+def _is_utf8(text: str) -> bool:
     try:
-        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-        for number, line in numbered:
-            if number == 1:
-                line = line.removeprefix("\ufeff")
-            # The first line decides: a feeder that waits for each answer is never read ahead of.
-            if line.lstrip().startswith("{") and not _is_json(line):
-                rest = list(numbered)
-                whole = "\n".join([line, *(text for _, text in rest)])
-                yield from [(number, whole)] if _is_json(whole) else [(number, line), *rest]
-            else:
-                yield number, line
-            break
-        yield from numbered
-    except UnicodeDecodeError:
-        raise CostModelError("the input is not text in UTF-8") from None
+        text.encode()
+    except UnicodeEncodeError:  # it holds a surrogate, which stands for a byte that was none
+        return False
+    return True
 
 
 def _is_json(text: str) -> bool:
@@ -171,14 +192,12 @@ def _is_json(text: str) -> bool:
 
 
 def standard_input() -> Iterator[str]:
+    """The lines of standard input; what is not UTF-8 in them comes as surrogates."""
     if sys.stdin is None:
         raise CostModelError("standard input is closed; give a job file, or pipe one in")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8")  # as of files, whatever the terminal's is
-    try:
-        for number, line in enumerate(iter(lambda: sys.stdin.readline(MAX_LINE_CHARACTERS + 1), ""), start=1):
-            if len(line) > MAX_LINE_CHARACTERS:
-                raise CostModelError(f"line {number} is longer than {MAX_LINE_CHARACTERS // 1_000_000} MB: not a job")
-            yield line
-    except UnicodeDecodeError:
-        raise CostModelError("standard input is not text in UTF-8") from None
+        sys.stdin.reconfigure(encoding="utf-8", errors=_KEEP_BYTES)  # as of files, whatever the terminal's is
+    for number, line in enumerate(iter(lambda: sys.stdin.readline(MAX_LINE_CHARACTERS + 1), ""), start=1):
+        if len(line) > MAX_LINE_CHARACTERS:
+            raise CostModelError(f"line {number} is longer than {MAX_LINE_CHARACTERS // 1_000_000} MB: not a job")
+        yield line

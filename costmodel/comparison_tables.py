@@ -50,6 +50,8 @@ def comparison_table(
     shown = [each for each in candidates if every_offer or each.on_pareto_front or id(each) in kept]
     order = "fastest first" if by == "time" else "cheapest first"
     title = f"Same job, {order} (* = nothing is both cheaper and faster)"
+    if unknown := _why_times_are_unknown(candidates):
+        title = f"Same job, in no order of time or cost: both are unknown, {unknown}"
     if len(shown) < len(candidates):
         title += f"; {len(candidates) - len(shown)} more: --all, --wide"
     if wide:
@@ -62,6 +64,19 @@ def comparison_table(
         title += f"\n80 % of runs take {level[0]:.2f} to {level[1]:.2f} times these hours and dollars"
     title += "\nbatch: samples at once x accumulated, and whether activations are recomputed (ckpt)"
     return Table(title, tuple(_narrow_row(each, today) for each in shown), _NARROW_COLUMNS, (2, 3, 4, 6, 7))
+
+
+def _why_times_are_unknown(candidates: Sequence[Candidate]) -> str:
+    """What the job must say before its hours are known anywhere that it fits; ``""`` where some are."""
+    fitting = [each for each in candidates if each.fits and each.estimate is not None]
+    if not fitting or any(each.total_seconds is not None for each in fitting):
+        return ""
+    job = fitting[0].estimate.job if fitting[0].estimate else {}
+    if not job.get("lengths"):
+        return "as lengths are not given (--lengths mean:500,max:2048, a histogram, or --dataset)"
+    if not (job.get("num_samples") or job.get("max_steps")):
+        return "as the number of samples is not given (--samples and --epochs, or --max-steps)"
+    return "as no rate of these GPUs is known for this job"
 
 
 _NARROW_COLUMNS: Final = ("", "GPU", "time", "cost", "$/h", "offer", "age", "GiB", "batch")

@@ -14,7 +14,7 @@ from typing import Any, Final
 from costmodel.errors import CostModelError
 from costmodel.model_spec import ModelSpec
 from costmodel.sharding import Sharding, read_sharding
-from costmodel.specs import Job
+from costmodel.specs import TWO_AUTOCASTS, Job
 
 FOUR_BIT: Final = frozenset({"nf4", "fp4", "gptq-int4", "awq-int4", "mxfp4"})
 BITSANDBYTES: Final = frozenset({"nf4", "fp4", "int8"})
@@ -125,6 +125,13 @@ class ResolvedJob:
     @property
     def is_peft(self) -> bool:
         return self.method != "full"
+
+    @property
+    def attends_across_documents(self) -> bool:
+        """Whether a flattened row is computed whole and then masked: only kernels of variable length leave out what lies in
+        other documents (transformers 5.24: masking_utils.py makes one dense mask of the row for ``sdpa`` and ``eager``)."""
+        has_own_kernels = self.framework == "unsloth"
+        return self.padding_free and self.attn_implementation in ("sdpa", "eager") and not has_own_kernels
 
     @property
     def major_version(self) -> int:
@@ -314,6 +321,8 @@ def defaults_source(job: ResolvedJob, framework_version: str | None) -> str:
 
 
 def _refuse_contradictions(job: Job) -> None:
+    if job.bf16 and job.fp16:  # again: a job that other settings were put on is not validated as a whole
+        raise CostModelError(TWO_AUTOCASTS)
     if job.method == "full":
         given = [name for name in _LORA_FIELDS if getattr(job, name) not in (None, False)]
         if given:

@@ -14,7 +14,7 @@ from costmodel.lengths import BatchTokens, LengthDistribution, batch_tokens, dis
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, Job, Lengths, parse_gpu
-from costmodel.workload import Batch
+from costmodel.workload import Batch, with_masked_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,15 @@ class DescribedJob:
 
     @property
     def mixes_lengths(self) -> bool:
-        """Whether sequences of different length would stand side by side in a batch of several."""
-        return not (self.job.packing or self.job.padding_free) and (self.tokens.is_padded if self.tokens else True)
+        """Whether a batch of several would carry a mask: for lengths that differ, or for documents of one flattened row."""
+        if self.job.packing or self.job.padding_free:
+            return self.job.attends_across_documents
+        return self.tokens.is_padded if self.tokens else True
 
     @property
     def is_padded(self) -> bool:
         """Whether a batch carries an attention mask."""
-        return self.job.per_device_train_batch_size > 1 and self.mixes_lengths
+        return (self.job.per_device_train_batch_size > 1 or self.job.packing) and self.mixes_lengths
 
 
 def describe(parsed: Job, seen: TokensSeen | None = None) -> DescribedJob:
@@ -83,11 +85,11 @@ def _tokens_seen(job: ResolvedJob, seen: TokensSeen, planned: BatchTokens | None
     supervised = seen.num_supervised_tokens
     head = supervised if job.supervised_positions_only and supervised is not None else seen.num_tokens
     padding = max(0.0, seen.num_tokens - seen.num_non_padding_tokens)
-    expected = Batch(seen.num_sequences, seen.num_tokens, seen.sum_squared_sequence_tokens, head, padding)
+    measured = Batch(seen.num_sequences, seen.num_tokens, seen.sum_squared_sequence_tokens, head, padding)
     longest = planned.longest if planned else longest_batch(job, job.per_device_train_batch_size, seen.longest_tokens)
     is_padded = seen.num_tokens > seen.num_non_padding_tokens
     return BatchTokens(
-        expected=expected,
+        expected=with_masked_pairs(job, measured),
         num_non_padding_tokens=seen.num_non_padding_tokens,
         num_supervised_tokens=supervised,
         longest=longest,

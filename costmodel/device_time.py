@@ -18,7 +18,15 @@ from costmodel.gpu_catalog import l2_cache_bytes
 from costmodel.model_spec import Experts, Layer, ModelSpec
 from costmodel.specs import Curve, GpuSpec, ProbedRates
 from costmodel.units import BYTES_PER_ELEMENT
-from costmodel.workload import Batch, attention_kernel, expected_experts_hit, flops, num_trainable_params, stream_dtype
+from costmodel.workload import (
+    Batch,
+    attention_kernel,
+    expected_experts_hit,
+    flops,
+    num_trainable_params,
+    skips_half,
+    stream_dtype,
+)
 
 PASSES = ("forward", "recompute", "backward")
 # Device work of a step that stays the same however few tokens it has.
@@ -321,19 +329,21 @@ def _layer_traffic(model: ModelSpec, job: ResolvedJob, layer: Layer) -> float:
 def _add_counted_flops(
     device: _Device, model: ModelSpec, job: ResolvedJob, batch: Batch, attention_rate: float, *, is_flash: bool = False
 ) -> None:
-    """Attention, adapters and head, from the FLOP count. A causal kernel does half of the square that the count holds.
+    """Attention, adapters and head, from the FLOP count. A causal kernel does half of the square that the count holds, one
+    under a mask all of it (:func:`costmodel.workload.skips_half`).
 
     ``is_flash``: whatever the count takes, as torch's CPU kernel, which also runs grouped heads in fp32 without a score
     matrix; its backward computes the scores again, five products beside two.
     """
     rate, sums = device.flops_per_second, device.sums
     work = flops(model, job, batch)
+    done = 0.5 if is_flash or skips_half(job, batch) else 1.0
     head_factor, adapters_factor = _narrow_factors(device, model, job, batch)
     for which, counted in (("forward", work.forward), ("recompute", work.recompute), ("backward", work.backward)):
         scores = counted["attention_scores"]
         if is_flash and which == "backward":
             scores = 2.5 * work.forward["attention_scores"]
-        sums.add(which, "attention_scores", 0.5 * scores / attention_rate)
+        sums.add(which, "attention_scores", done * scores / attention_rate)
         sums.add(which, "adapters", adapters_factor * counted["adapters"] / rate)
         if counted["adapter_merge"]:
             sums.add(which, "adapter_merge", counted["adapter_merge"] / rate)

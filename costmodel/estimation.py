@@ -17,9 +17,11 @@ from costmodel.expert_load import ExpertLoad
 from costmodel.lengths import batch_tokens, longest_batch, longest_sequence
 from costmodel.memory import MemoryBreakdown, loss_bytes, peak_memory
 from costmodel.price_catalog import find_price
+from costmodel.slowest_gpu import slowest_batch
 from costmodel.specs import GpuSpec, Job, Price, parse_job
 from costmodel.step_time import Factors, StepTime, imbalance_seconds, step_time
 from costmodel.uncertainty import memory_interval, nearest_runs, step_interval_factor
+from costmodel.workload import Batch
 
 if TYPE_CHECKING:
     from costmodel.calibration import MeasuredStep
@@ -57,7 +59,8 @@ def measured_step(job: Job | Mapping[str, Any], seconds: float, source: str, see
         raise CostModelError(f"{source}: no gpu is given, so there is no step time to calibrate")
     if described.tokens is None:
         raise CostModelError(f"{source}: lengths are not given, so the tokens of the measured step are not known")
-    return MeasuredStep(described.model, described.job, described.gpu, described.tokens.expected, seconds, source)
+    batch, slowest = described.tokens.expected, _slowest(described)
+    return MeasuredStep(described.model, described.job, described.gpu, batch, seconds, source, slowest=slowest)
 
 
 def estimated_imbalance_seconds(
@@ -85,7 +88,7 @@ def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
     step, interval = None, None
     evidence: tuple[dict[str, Any], ...] = ()
     if gpu and tokens:
-        step = step_time(model, job, gpu, tokens.expected, **factors)
+        step = step_time(model, job, gpu, tokens.expected, slowest=_slowest(described), **factors)
         if step and not described.on_cpu:
             evidence = nearest_runs(model, job, gpu, tokens.expected)
     if gpu and step:
@@ -117,6 +120,14 @@ def _factors(applied: Applied | None) -> Factors:
     if applied is None:
         return {}
     return {"device_factor": applied.calibration.device_factor, "host_factor": applied.calibration.host_factor}
+
+
+def _slowest(described: DescribedJob) -> Batch | None:
+    """The batch of the GPU that the others wait for; ``None`` where they wait for none."""
+    job, lengths, tokens = described.job, described.lengths, described.tokens
+    if lengths is None or tokens is None:
+        return None
+    return slowest_batch(job, lengths, tokens.expected, job.gradient_accumulation_steps)
 
 
 def _merged(job: Job | Mapping[str, Any] | None, fields: Mapping[str, Any]) -> Job | Mapping[str, Any]:
@@ -162,7 +173,10 @@ def _run(described: DescribedJob, step: StepTime | None, factors: Factors) -> Ru
     eval_seconds = None
     if plan.num_evaluations and plan.num_eval_batches:
         evaluated = batch_tokens(job, lengths, batch_size=job.per_device_eval_batch_size)
-        timed = step_time(model, job, gpu, evaluated.expected, micro_batches=1.0, **factors)
+        # the ranks gather the loss of each evaluated batch
+        in_turn = replace(job, per_device_train_batch_size=job.per_device_eval_batch_size)
+        slowest = slowest_batch(in_turn, lengths, evaluated.expected, 1)
+        timed = step_time(model, job, gpu, evaluated.expected, micro_batches=1.0, slowest=slowest, **factors)
         eval_seconds = timed.forward_seconds if timed else None
     return run_time(model, job, plan, step, eval_seconds, on_cpu=gpu.vendor == "CPU")
 

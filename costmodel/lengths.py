@@ -180,7 +180,8 @@ def _count(value: object) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
+def rounded(dist: LengthDistribution, multiple: int) -> LengthDistribution:
+    """The lengths up to the next multiple of ``multiple``."""
     if multiple <= 1:
         return dist
     merged: dict[int, float] = {}
@@ -242,9 +243,11 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
         rows = size
         real = rows * job.max_length * PACKING_FILL
         computed = rows * job.max_length * PACKING_FILL if job.padding_free else float(rows * job.max_length)
-        pairs = real / mean * mean_square if job.padding_free else computed * job.max_length
+        inside = pairs = real / mean * mean_square if job.padding_free else computed * job.max_length
+        if job.attends_across_documents:
+            pairs = computed * computed
         return BatchTokens(
-            Batch(rows, computed, pairs, _head_positions(job, rows, computed)),
+            Batch(rows, computed, pairs, _head_positions(job, rows, computed), num_masked_pairs=pairs - inside),
             real,
             None if supervised is None else real * supervised,
             longest,
@@ -253,15 +256,18 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
         )
     if job.padding_free:
         tokens = size * mean
+        inside = pairs = size * mean_square
+        if job.attends_across_documents:
+            pairs = inside + size * (size - 1) * mean * mean  # the mean square of a sum of lengths
         return BatchTokens(
-            Batch(size, tokens, size * mean_square, _head_positions(job, size, tokens)),
+            Batch(size, tokens, pairs, _head_positions(job, size, tokens), num_masked_pairs=pairs - inside),
             tokens,
             None if supervised is None else tokens * supervised,
             longest,
             False,
             float(size),
         )
-    padded = _rounded(dist, job.pad_to_multiple_of)
+    padded = rounded(dist, job.pad_to_multiple_of)
     if job.padding == "max_length":
         row_mean, row_square = float(job.max_length), float(job.max_length) ** 2
     else:
@@ -319,8 +325,9 @@ def row_multiple(job: ResolvedJob) -> int:
 def longest_batch(job: ResolvedJob, size: int, sequence_tokens: int, attended_tokens: int | None = None) -> Batch:
     """The batch that decides whether the job fits: ``size`` rows of ``sequence_tokens`` each.
 
-    ``attended_tokens``: what a token attends to at most, where a row holds several documents.
+    ``attended_tokens``: what a token attends to at most, where a row holds several documents that the kernel keeps apart.
     """
     tokens = float(size * sequence_tokens)
     attended = sequence_tokens if attended_tokens is None else min(attended_tokens, sequence_tokens)
-    return Batch(size, tokens, tokens * attended, _head_positions(job, size, tokens))
+    masked = tokens * (tokens - attended) if job.attends_across_documents else 0.0
+    return Batch(size, tokens, tokens * attended + masked, _head_positions(job, size, tokens), num_masked_pairs=masked)

@@ -261,6 +261,8 @@ def _moments(
     stored = 0.0
     if not is_away:
         stored = sum(kept(each) * count for each, count in plan.runs) - first.first_layer_saving_per_token * tokens
+    if batch.num_masked_pairs:  # the mask of the whole row, which all layers read: of bools, or added to the scores
+        stored += pairs * (1.0 if job.attn_implementation == "sdpa" else types.compute)
     # final norm: its fp32 input; trained, also the normalised input; and the head's input where that is trained or cast
     head = _fused_head(model, job, plan, batch.num_head_tokens)
     is_stock = head is None or not head.kept  # the head is a linear of its own, or one of chunks of its input

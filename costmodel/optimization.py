@@ -92,7 +92,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class OptimizeResult:
-    """The job as given (``start``), each change alone, and the best combination that fits and meets the limits.
+    """The job as given (``start``), each change that saves time or memory alone, and the best combination within the limits.
 
     ``others``: the best on each other GPU that was searched. ``unmet``: the limits that ``best`` does not keep, by name.
     ``effective_batch_size``: samples of an optimizer step before and after, where lengths are known.
@@ -293,6 +293,12 @@ def _differ(one: Estimate, other: Estimate, share: float = _NO_EFFECT) -> bool:
     return moved or abs(other.memory.peak_device_bytes - peak) > share * peak
 
 
+def _saves(before: Estimate, after: Estimate) -> bool:
+    """Whether time or memory is less by as much as is worth a line: a change that only costs is no proposal."""
+    faster = time_of(after) < (1 - _WORTH_A_LINE) * time_of(before)
+    return faster or after.memory.peak_device_bytes < (1 - _WORTH_A_LINE) * before.memory.peak_device_bytes
+
+
 def _best_combination(
     trials: Trials,
     base: Estimate,
@@ -448,6 +454,8 @@ def _result(
     for only_with_others, (each, settings, answer) in sorted(zip(idle, shown, strict=True), key=lambda pair: pair[0]):
         is_in_best = best.settings.items() >= each.settings.items()
         if only_with_others and (not is_in_best or told >= set(each.settings)):
+            continue
+        if not is_in_best and not _saves(each.base, answer):
             continue
         told |= set(each.settings) if is_in_best else set()
         seconds = saved(each.base.total_seconds, answer.total_seconds)

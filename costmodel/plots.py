@@ -396,6 +396,9 @@ def write_picture(path: str, svg: str, *, title: str) -> None:
         content = _png(svg)
     else:
         raise CostModelError(f"cannot draw {path}: a picture ends in .svg, .html or .png")
+    folder = os.path.dirname(path)
+    if folder and not os.path.isdir(folder):
+        raise CostModelError(f"cannot write {path}: there is no folder {folder}; make it first")
     try:
         with open(path, "wb") as file:
             file.write(content)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from costmodel.defaults import is_not_modelled
+from costmodel.defaults import BITSANDBYTES, is_not_modelled, transformers_major
 from costmodel.errors import CostModelError
 from costmodel.formats import UNKNOWN, format_count, format_gib, format_percent, format_seconds, format_usd
 from costmodel.price_catalog import age_days, smallest_gpu_that_holds
@@ -134,19 +134,55 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
             ways_out.append("not even a batch of 1 fits")
         if length:
             ways_out.append(f"longest sequence that fits is {length} tokens")
-    sentence += ", ".join([*ways_out, smallest_card(answer)])
+    sentence += ", ".join([*ways_out, *_with_a_linear_for_each_expert(answer), smallest_card(answer)])
     stack = str(answer["job"].get("framework"))
     if is_not_modelled(stack):
         sentence += f"; counted as transformers: {stack} itself is not modelled and may need less"
     return sentence
 
 
+# The last releases that run on transformers 4, where each expert is a linear and bitsandbytes quantises it.
+_ON_TRANSFORMERS_4: Final[Mapping[str, str]] = {"transformers": "4.57", "trl": "0.24"}
+
+
+def _with_a_linear_for_each_expert(answer: Mapping[str, Any]) -> Iterator[str]:
+    """The older stack, where the job does not fit because its stacked experts stay at 16 bit and there it would."""
+    own_defaults = {"dtype", "adapter_dtype", "optim"} & set(answer.get("assumed") or ()) | {
+        "experts_implementation",
+        "fused_loss",
+    }
+    job = {name: value for name, value in answer["job"].items() if name not in own_defaults}
+    older = _ON_TRANSFORMERS_4.get(str(job.get("framework")))
+    is_moe = (answer.get("num_active_params") or 0) < (answer.get("num_params") or 0)
+    if older is None or not is_moe or job.get("quantization") not in BITSANDBYTES:
+        return
+    if transformers_major(job["framework"], str(job.get("framework_version"))) < 5:
+        return
+    from costmodel.estimation import estimate  # only a job that does not fit needs it
+
+    try:
+        there = estimate({**job, "framework_version": older})
+    except CostModelError:
+        return  # it has settings that only the newer stack knows
+    if there.verdict in ("fits", "tight"):
+        yield (
+            f"with {job['framework']} {older} it {'fits' if there.verdict == 'fits' else 'is tight'} "
+            f"({format_gib(there.memory.peak_device_bytes)}: under transformers 4 each expert is a linear and quantised)"
+        )
+
+
 def smallest_card(answer: Mapping[str, Any]) -> str:
-    job, peak = answer["job"], answer["memory"]["peak_device_bytes"]
-    card = smallest_gpu_that_holds(peak, needs_bf16=bool(job.get("bf16")) or job.get("dtype") == "bfloat16")
-    if card is None:
-        return "no catalogued card holds it"
-    return f"smallest card that holds it is {card.name} ({format_gib(card.memory_bytes)})"
+    """The smallest that holds the upper end of the interval; where none does, the smallest that holds the estimate."""
+    job, memory = answer["job"], answer["memory"]
+    peak, high = memory["peak_device_bytes"], memory.get("peak_device_bytes_high") or 0
+    needs_bf16 = bool(job.get("bf16")) or job.get("dtype") == "bfloat16"
+    card = smallest_gpu_that_holds(max(peak, high), needs_bf16=needs_bf16)
+    if card is not None:
+        return f"smallest card that holds it is {card.name} ({format_gib(card.memory_bytes)})"
+    card = smallest_gpu_that_holds(peak, needs_bf16=needs_bf16)
+    if card is not None:
+        return f"smallest card that holds it is {card.name} ({format_gib(card.memory_bytes)}), and it is tight"
+    return "no catalogued card holds it"
 
 
 def gpu_name(answer: Mapping[str, Any]) -> str:
@@ -205,8 +241,7 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
         rows.append(("", reason))
     if answer.get("max_batch_size") is not None:
         length = answer.get("max_length_that_fits")
-        largest = f"batch {answer['max_batch_size']}" if answer["max_batch_size"] else "not even a batch of 1"
-        rows.append(("largest that fits", largest + (f", or {length:,} tokens" if length else "")))
+        rows.append(("largest that fits", _largest_text(answer["max_batch_size"], length)))
     share = answer.get("share_of_batches_that_fit")
     if share is not None and share < 1:
         rows.append(("batches that fit", format_percent(share)))
@@ -243,6 +278,13 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
     if answer.get("interval_level") is not None:
         rows.append(("intervals", f"{100 * answer['interval_level']:.0f} % of runs"))
     return rows
+
+
+def _largest_text(batch_size: int, length: int | None) -> str:
+    """``"batch 19, or 9,821 tokens"``: of a batch at the longest sequence, and of a sequence at the job's batch."""
+    if batch_size:
+        return f"batch {batch_size}" + (f", or {length:,} tokens" if length else "")
+    return "no batch" + (f" at this length; {length:,} tokens a sequence at this batch" if length else "")
 
 
 def _why_memory_may_be_far_off(answer: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from costmodel.blocks import LAYER_KINDS, Block, Builder, Fields
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.feed_forwards import Shared, four_hidden, gated_mlp, plain_mlp, routed_experts, shared_width
 from costmodel.layers import Norms, Outside, layer_of
 from costmodel.mixers import attention_block, head_counts, mamba2_block, mamba_block
@@ -216,6 +216,8 @@ def nemotron_num_layers(fields: Fields) -> int:
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         named = fields.get(name)
         if named:
+            if not isinstance(named, (str, list, tuple)):
+                raise CostModelError(f"the nemotron_h config's {name} must name each layer, got {shown(named)}")
             return len(named)
     return len(_NEMOTRON_DEFAULT)
 
@@ -274,8 +276,8 @@ def periodic(period: str, offset: str) -> Callable[[Fields, int], bool]:
 
 
 def ernie_routed(fields: Fields, layer: int) -> bool:
-    end = fields.get("moe_layer_end_index")
-    last = fields.size("num_hidden_layers") - 1 if end in (None, -1) else end
+    to_the_end = fields.get("moe_layer_end_index") in (None, -1)
+    last = fields.size("num_hidden_layers") - 1 if to_the_end else fields.count("moe_layer_end_index")
     return (layer + 1) % fields.size("moe_layer_interval") == 0 and fields.count("moe_layer_start_index") <= layer <= last
 
 

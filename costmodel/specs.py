@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from costmodel.errors import CostModelError, UnknownNameError, short, shown
 from costmodel.probes import asks_for_probe, probed_device
+from costmodel.strict_json import as_json_value
 
 SCHEMA_VERSION: Final = 1
 
@@ -66,6 +67,9 @@ OPTIMIZERS: Final = (
     "paged_lion_32bit",
     "paged_lion_8bit",
 )
+
+
+TWO_AUTOCASTS: Final = "bf16 and fp16 are both true; autocast has one type, set one of them"
 
 
 class Record(BaseModel):
@@ -401,6 +405,14 @@ class Job(Record):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return str(value) if is_number and 0 <= value < 1000 else value
 
+    @field_validator(
+        *("model", "model_overrides", "gradient_checkpointing_kwargs", "fsdp", "deepspeed", "calibration"), mode="before"
+    )
+    @classmethod
+    def _held_by_json(cls, value: Any) -> Any:
+        """The answer gives these mappings back as they came in, and is JSON."""
+        return as_json_value(value) if isinstance(value, Mapping) else value
+
     @field_validator("calibration", mode="before")
     @classmethod
     def _path_as_text(cls, value: Any) -> Any:
@@ -426,7 +438,7 @@ class Job(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Job:
         if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 are both true; autocast has one type, set one of them")
+            raise ValueError(TWO_AUTOCASTS)
         if self.method == "full" and self.quantization in {"nf4", "fp4", "int8", "gptq-int4", "awq-int4"}:
             raise ValueError(
                 f"a base quantised to {self.quantization} cannot be fully fine-tuned; use method qlora, or no quantization"

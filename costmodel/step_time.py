@@ -10,7 +10,7 @@ same processor, so they add. Every constant stands in ``constants.py``; ``docs/f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from costmodel import constants as c
@@ -59,8 +59,12 @@ def step_time(
     host_factor: float = 1.0,
     expert_load: ExpertLoad | None = None,
     expert_ranks: int = 1,
+    slowest: Batch | None = None,
 ) -> StepTime | None:
     """Seconds of one optimizer step of ``micro_batches`` (default: the accumulation steps) batches like ``batch``.
+
+    ``slowest``: the mean micro-batch of the rank with most tokens (:mod:`costmodel.slowest_gpu`), which the others wait for;
+    ``None``: all ranks have batches like ``batch``.
 
     ``None`` when the device's rate for the compute type is not known. ``expert_load`` (default: the job's
     ``expert_imbalance``, else even) and ``expert_ranks``: see :func:`imbalance_seconds`.
@@ -129,7 +133,7 @@ def step_time(
     communicating = waits_forward + waits_backward
     if communicating:
         groups["communication"] = communicating
-    return StepTime(
+    alike = StepTime(
         step_seconds=micro * accumulation + communicating,
         bound_by=_bound_by(sums, device, host, loop_seconds, communicating / accumulation, is_cpu),
         forward_seconds=forward + waits_forward,
@@ -140,6 +144,35 @@ def step_time(
         host_seconds=host * accumulation,
         expert_loop_seconds=loop_seconds * accumulation,
         regime=_regime(model, device, host, loop_seconds),
+    )
+    if slowest is None:
+        return alike
+    longer = step_time(
+        model,
+        job,
+        gpu,
+        slowest,
+        micro_batches=micro_batches,
+        device_factor=device_factor,
+        host_factor=host_factor,
+        expert_load=expert_load,
+        expert_ranks=expert_ranks,
+    )
+    return _waiting(alike, longer) if longer else alike
+
+
+def _waiting(mean: StepTime, longest: StepTime) -> StepTime:
+    """The step of a ``mean`` rank that waits in the passes for the one with the ``longest``."""
+    waited = longest.step_seconds - mean.step_seconds
+    if waited <= 0.0:
+        return mean
+    return replace(
+        mean,
+        step_seconds=longest.step_seconds,
+        forward_seconds=longest.forward_seconds,
+        backward_seconds=longest.backward_seconds,
+        optimizer_seconds=longest.optimizer_seconds,
+        by_group_seconds={**mean.by_group_seconds, "waiting_for_slowest_gpu": waited},
     )
 
 

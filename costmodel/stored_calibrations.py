@@ -18,7 +18,7 @@ from typing import Any, Final
 from costmodel import constants as c
 from costmodel.calibration import Calibration, Style
 from costmodel.defaults import ResolvedJob
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, short, shown
 from costmodel.model_spec import ModelSpec
 from costmodel.probes import config_folder
 from costmodel.specs import GpuSpec
@@ -28,6 +28,11 @@ from costmodel.workload import Batch
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "calibrations"
 _FACTOR_LIMITS: Final = (0.02, 50.0)
+_FLOATS: Final = (
+    *("device_factor", "host_factor", "residual"),
+    *("num_tokens_low", "num_tokens_high", "num_sequences_low", "num_sequences_high"),
+)
+_WHOLE_NUMBERS: Final = ("num_factors", "num_steps", "num_runs", "num_active_params_low", "num_active_params_high")
 
 
 def calibrations_folder() -> str:
@@ -67,9 +72,10 @@ def read_calibration(path: str) -> Calibration:
     """Raises :class:`CostModelError` for a file that is missing or holds no calibration."""
     try:
         facts = os.stat(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that no file system takes is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else "no file can have this name"
         raise CostModelError(
-            f"no calibration at {path} ({error.strerror}); ftcost calibrate RUN --out FILE writes one"
+            f"no calibration at {short(path)} ({reason}); ftcost calibrate RUN --out FILE writes one"
         ) from None
     return _read(path, facts.st_mtime_ns, facts.st_size)
 
@@ -91,11 +97,17 @@ def calibration_from_mapping(value: Any, where: str = "the calibration") -> Cali
         fields["style"] = Style(**{each.name: fields["style"][each.name] for each in dataclasses.fields(Style)})
         for name in ("models", "sources"):
             fields[name] = tuple(str(each) for each in fields[name])
-        for name in ("device_factor", "host_factor", "num_tokens_low", "num_tokens_high"):
+        for name in ("model_family", "framework_version", "constants_version", "ftcost_version", "created_on"):
+            fields[name] = str(fields[name])
+        for name in _FLOATS:
             fields[name] = float(fields[name])
+            if not math.isfinite(fields[name]):
+                raise ValueError(f"{name} must be a finite number, got {shown(value[name])}")
+        for name in _WHOLE_NUMBERS:
+            fields[name] = int(fields[name])
         if fields["error"] is not None:
             fields["error"] = float(fields["error"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CostModelError(
             f"{where} holds no calibration ({type(error).__name__}: {error}); ftcost calibrate RUN --out FILE writes one"
         ) from None

@@ -23,8 +23,9 @@ class Batch:
     """One micro-batch as the device sees it.
 
     ``num_tokens`` is what is computed (padding included), ``num_attended_pairs`` the sum over sequences of length times
-    length, ``num_head_tokens`` the positions that reach the output head, ``num_padding_tokens`` those of ``num_tokens`` that
-    hold no sample.
+    length (of a flattened row that is computed whole: its length times itself), ``num_head_tokens`` the positions that reach
+    the output head, ``num_padding_tokens`` those of ``num_tokens`` that hold no sample, ``num_masked_pairs`` those of
+    ``num_attended_pairs`` that join two documents: computed and masked.
     """
 
     num_sequences: float
@@ -32,6 +33,7 @@ class Batch:
     num_attended_pairs: float
     num_head_tokens: float
     num_padding_tokens: float = 0.0
+    num_masked_pairs: float = 0.0
 
     @property
     def context_tokens(self) -> float:
@@ -43,6 +45,23 @@ class Batch:
         """A batch of equally long sequences."""
         tokens = num_sequences * sequence_tokens
         return Batch(num_sequences, tokens, tokens * sequence_tokens, tokens)
+
+
+def skips_half(job: ResolvedJob, batch: Batch) -> bool:
+    """Whether a fused causal kernel skips the upper half of the scores.
+
+    ``sdpa`` under a mask (samples of different length side by side, or in one flattened row) does not: transformers hands
+    it the mask in place of ``is_causal``, and the memory-efficient kernel multiplies the whole square.
+    """
+    is_padded = batch.num_padding_tokens > 0 and batch.num_sequences > 1
+    under_mask = is_padded and job.attn_implementation == "sdpa" and job.framework not in ("litgpt", "unsloth")
+    return not (under_mask or batch.num_masked_pairs)
+
+
+def with_masked_pairs(job: ResolvedJob, batch: Batch) -> Batch:
+    """A measured batch, whose pairs are those inside documents, with those that the job's kernel computes and masks."""
+    whole = max(batch.num_attended_pairs, batch.num_tokens**2) if job.attends_across_documents else batch.num_attended_pairs
+    return replace(batch, num_attended_pairs=whole, num_masked_pairs=whole - batch.num_attended_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,12 +409,14 @@ def flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> Flops:
 def model_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     """What the training needs in principle, the numerator of MFU.
 
-    No recompute, no second look at the scores, nothing outside a sliding window, no merges, no masked experts.
+    No recompute, no second look at the scores, nothing outside a sliding window or between documents, no merges, no masked
+    experts.
     """
     counted = flops(model, job, batch)
     work = _work(model, job)
     executed = counted.forward["attention_scores"] + counted.backward["attention_scores"]
-    needed = sum((into + back - again) * _attended(batch, window) for window, _, into, back, again in work.pairs)
+    inside = replace(batch, num_attended_pairs=batch.num_attended_pairs - batch.num_masked_pairs)
+    needed = sum((into + back - again) * _attended(inside, window) for window, _, into, back, again in work.pairs)
     left_out = work.merge_forward + work.merge_backward + work.masked * batch.num_tokens
     return counted.forward_total + counted.backward_total - executed + needed - left_out
 
@@ -408,7 +429,7 @@ def hardware_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     counted = flops(model, job, batch)
     skipped = 0.0
     for window, is_fused, pair_forward, pair_backward, _ in _work(model, job).pairs:
-        if is_fused:
+        if is_fused and skips_half(job, batch):
             passes = pair_forward * (2 if job.gradient_checkpointing else 1) + pair_backward
             skipped += 0.5 * passes * _attended(batch, window if _skips_outside_window(job) else None)
     return counted.forward_total + counted.backward_total + counted.recompute_total - skipped

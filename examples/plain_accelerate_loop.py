@@ -1,8 +1,9 @@
 """A fine-tuning loop of your own (accelerate, no Trainer) with its live cost: five lines are ftcost's, marked with # <-
 
-python examples/plain_accelerate_loop.py --dataset train.jsonl --usd-per-gpu-hour 2.10     # no GPU has run this line yet
+python examples/plain_accelerate_loop.py --dataset train.jsonl --usd-per-gpu-hour 2.10   # no GPU has run this line yet
 python examples/plain_accelerate_loop.py --tiny
-accelerate launch --num_processes 2 examples/plain_accelerate_loop.py --tiny
+accelerate launch --num_processes 2 examples/plain_accelerate_loop.py --tiny   # two GPUs; no GPU has run it
+ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/plain_accelerate_loop.py --tiny   # on a CPU
 """
 
 from __future__ import annotations

@@ -15,11 +15,8 @@ class Boundary:
     """Calls parts by name. One that fails is off from then on; that is said once, with its traceback in the log."""
 
     def __init__(self) -> None:
-        self._off: set[str] = set()
+        self.off: set[str] = set()  # parts that have failed
         self._on_failure: dict[str, Callable[[], None]] = {}
-
-    def is_on(self, part: str) -> bool:
-        return part not in self._off
 
     def on_failure(self, part: str, clean_up: Callable[[], None]) -> None:
         """What to undo when ``part`` fails."""
@@ -27,7 +24,7 @@ class Boundary:
 
     def call(self, part: str, function: Callable[[], _T]) -> _T | None:
         """``function()``, or ``None`` when the part is off or fails now."""
-        if part in self._off:
+        if part in self.off:
             return None
         try:
             return function()
@@ -36,9 +33,9 @@ class Boundary:
             return None
 
     def failed(self, part: str, error: Exception) -> None:
-        if part in self._off:
+        if part in self.off:
             return
-        self._off.add(part)
+        self.off.add(part)
         _log.warning(
             "ftcost: %s switched off for this run (%s: %s); training goes on",
             part,

@@ -68,7 +68,7 @@ def _guarded(event: _Event) -> _Event:
 
     @functools.wraps(event)
     def guarded(self: FTCostCallback, *args: Any, **kwargs: Any) -> None:
-        if not self._boundary.is_on(_CALLBACK):
+        if _CALLBACK in self._boundary.off:
             return
         if self._inner_state is not None and any(each is self._inner_state for each in args[1:2]):
             return  # of a training inside the one that is measured

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 ON_PLAN_SHARE: Final = 0.1  # within 10 % of the prediction there is nothing to act on
 _WAIT_SHARE: Final = 0.05  # of a step; below it, waiting for data is no cause
+_WORTHWHILE_SHARE: Final = 0.1  # of a step; below it, waiting for data is not worth a change
 _MIN_CAUSE_SHARE: Final = 0.3  # of the excess; what explains less is not named as its cause
+_MOST_OF_IT: Final = 0.5
 _ONE_TERM_RATIO: Final = 3.0  # a step further off than this is no matter of one term of the estimate
 _OF_ANY_DEVICE: Final = frozenset({"num_tokens_per_step", "num_non_padding_tokens_per_step"})
 _TOP_GROUP_SHARE: Final = 0.3  # of the predicted step; below it, no single term stands out
@@ -31,6 +33,7 @@ GROUP_NAMES: Final = {
     "dequantisation": "dequantising the weights",
     "optimizer": "the optimizer",
     "communication": "communication between the GPUs",
+    "waiting_for_slowest_gpu": "waiting for the GPU with the longest batches",
     "host": "Python and kernel launches",
 }
 
@@ -65,6 +68,7 @@ class Measured:
     dataloader_num_workers: int | None = None
     median_step_seconds: float | None = None  # at the tokens of the mean step
     predicted_gpu: str | None = None  # the card that was predicted for, where it is not the device that trained
+    profiled_group_seconds: Mapping[str, float] | None = None  # of profiled steps, by the estimate's groups; its cost inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +137,7 @@ def _verdict(estimate: Mapping[str, Any] | None, measured: Measured, ratios: Map
     step = ratios.get("step_seconds")
     if estimate is None or step is None or measured.step_seconds is None:
         share = _wait_share(measured)
-        return f"{share:.0%} of each step is waiting for data; {_loader_advice(measured)}" if share else None
+        return _waits_for_data(measured, share, "each step") if share >= _WORTHWHILE_SHARE else None
     if step > 1 + ON_PLAN_SHARE:
         cause = _cause_of_slowness(estimate, measured, ratios)
     elif step < 1 - ON_PLAN_SHARE:
@@ -174,17 +178,25 @@ def _cause_of_slowness(estimate: Mapping[str, Any], measured: Measured, ratios: 
         return throttled
     if most is None:
         return _on_plan_by_median(estimate, measured) or _least_sure_term(estimate, measured)
+    # In factors, since what takes a share of the time slows everything else by one.
     ratio, without = measured.step_seconds / predicted, max(0.0, measured.step_seconds - most.seconds) / predicted
-    if without**2 <= ratio:  # in factors, since what takes a share of the time slows everything else by one
+    if without <= 1 + ON_PLAN_SHARE:
         return most.text
-    return f"{most.text}; that explains {ratio / without:.2f}x of it, the rest is not explained by anything measured"
+    explained = f"{most.text}; that explains {ratio / without:.2f}x of it"
+    others = [cause for cause in causes if cause is not most]
+    if others:
+        return f"{explained}; of the rest ({without:.2f}x): {max(others, key=lambda cause: cause.seconds).text}"
+    slowest = _slowest_group(estimate, measured, slowed_by=1.0 if most == _data_wait(measured) else ratio / without)
+    if slowest is not None:
+        return f"{explained}, and most of the rest ({without:.2f}x) is {slowest.text}"
+    return f"{explained}, the rest ({without:.2f}x) is not explained by anything measured"
 
 
 def _data_wait(measured: Measured) -> _Cause | None:
     share = _wait_share(measured)
     if not share or measured.data_wait_seconds is None:
         return None
-    return _Cause(measured.data_wait_seconds, f"{share:.0%} of it is waiting for data; {_loader_advice(measured)}")
+    return _Cause(measured.data_wait_seconds, _waits_for_data(measured, share, "it"))
 
 
 def _more_tokens(predicted_seconds: float, ratios: Mapping[str, float]) -> _Cause | None:
@@ -238,6 +250,33 @@ def _throttled(measured: Measured) -> str | None:
     return next((cause for bits, cause in _THROTTLE_CAUSES if reasons & bits), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    name: str
+    text: str
+
+
+def _slowest_group(estimate: Mapping[str, Any], measured: Measured, *, slowed_by: float = 1.0) -> _Group | None:
+    """By the profiled steps, the group that is longest beyond its prediction, if that is most of what is to be explained.
+
+    ``slowed_by``: the factor by which something else slows every group. The profiler costs time itself, so its seconds count
+    as shares of the steps without it.
+    """
+    profiled, predicted = measured.profiled_group_seconds or {}, _groups(estimate)
+    total = math.fsum(profiled.values())
+    if not predicted or not total > 0 or measured.step_seconds is None:
+        return None
+    step = measured.step_seconds - (measured.data_wait_seconds or 0.0)
+    rest = step - slowed_by * float(estimate["step_seconds"])
+    seconds = {name: step * each / total for name, each in profiled.items()}
+    excess = {name: each - slowed_by * predicted.get(name, 0.0) for name, each in seconds.items()}
+    name = max(excess, key=lambda each: excess[each])
+    if rest <= 0 or excess[name] < _MOST_OF_IT * rest:
+        return None
+    beside = f"{predicted[name]:.2g} s predicted" if predicted.get(name) else "none predicted"
+    return _Group(name, f"{GROUP_NAMES.get(name, name)}, by the profile {seconds[name]:.2g} s of each step with {beside}")
+
+
 def _least_sure_term(estimate: Mapping[str, Any], measured: Measured) -> str:
     """Nothing measured explains it: which term of the estimate it most likely is."""
     groups, predicted = _groups(estimate), float(estimate["step_seconds"])
@@ -248,6 +287,9 @@ def _least_sure_term(estimate: Mapping[str, Any], measured: Measured) -> str:
     name = max(groups, key=lambda each: groups[each], default=None)
     share = groups[name] / predicted if name is not None else 0.0
     calibrate = _calibrate_advice(estimate, measured)
+    slowest = _slowest_group(estimate, measured)
+    if slowest is not None:
+        return f"{within}most of the excess is {slowest.text}; {_kernel_advice(estimate, slowest.name) or calibrate}"
     if measured.step_seconds is not None and measured.step_seconds > _ONE_TERM_RATIO * predicted:
         return (
             "nothing measured explains it, and it is too much for one term of the estimate; look for other work on the "
@@ -260,8 +302,11 @@ def _least_sure_term(estimate: Mapping[str, Any], measured: Measured) -> str:
         others = {each: seconds for each, seconds in groups.items() if each != "host"}
         name = max(others, key=lambda each: others[each], default=None)
         share = others[name] / predicted if name is not None else 0.0
+    if measured.profiled_group_seconds:
+        return f"{within}training is slower than modelled, no one part of it alone by the profile; {calibrate}"
     if name is None or share < _TOP_GROUP_SHARE:
-        return f"{within}kernels are slower than modelled, none of them more than another; {calibrate}"
+        unknown = "which part of it was not measured (profile_steps= shows it)"
+        return f"{within}training is slower than modelled, {unknown}; {calibrate}"
     advice = _kernel_advice(estimate, name) or calibrate
     return f"{within}most likely {GROUP_NAMES.get(name, name)} ({share:.0%} of the predicted step); {advice}"
 
@@ -336,8 +381,12 @@ def _wait_share(measured: Measured) -> float:
     return share if share >= _WAIT_SHARE else 0.0
 
 
-def _loader_advice(measured: Measured) -> str:
+def _waits_for_data(measured: Measured, share: float, of: str) -> str:
+    """With advice where the wait is long enough to act on."""
+    said = f"{share:.0%} of {of} is waiting for data"
+    if share < _WORTHWHILE_SHARE:
+        return said
     workers = measured.dataloader_num_workers
     if workers:
-        return f"raise dataloader_num_workers (now {workers}) or prepare the data before training"
-    return "raise dataloader_num_workers"
+        return f"{said}; raise dataloader_num_workers (now {workers}) or prepare the data before training"
+    return f"{said}; raise dataloader_num_workers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,10 +36,10 @@ class _Tally:
 def dataset_lengths(dataset: Any, *, max_rows: int = MAX_ROWS) -> DatasetLengths | None:
     """Lengths by ``input_ids`` (by ``seq_lengths`` where rows are packed), from at most ``max_rows`` evenly spaced rows.
 
-    Only a ``datasets.Dataset`` without an on-the-fly transform, and a list of mappings, are read. ``None`` for all
-    else: a data set's ``__getitem__`` may be slow, random or have effects. No random state is touched.
+    Only a ``datasets.Dataset`` without an on-the-fly transform, and a plain list of plain dicts, are read. ``None`` for all
+    else, subclasses too: a ``__getitem__`` of the user's may be slow, random or have effects. No random state is touched.
     """
-    if isinstance(dataset, (list, tuple)):
+    if type(dataset) in (list, tuple):
         return _from_list(dataset, max_rows)
     return _from_arrow(dataset, max_rows) if _is_plain_arrow(dataset) else None
 
@@ -52,13 +52,13 @@ def _is_plain_arrow(dataset: Any) -> bool:
 
 def row_lengths(dataset: Any, *, max_rows: int = MAX_ROWS_FOR_ORDER) -> dict[int, int] | None:
     """Row -> its tokens, of at most ``max_rows`` evenly spaced rows; a packed row counts whole. ``None`` as above."""
-    if isinstance(dataset, (list, tuple)):
-        chosen = _evenly_spaced(len(dataset), max_rows)
-        if not all(isinstance(dataset[row], Mapping) for row in chosen):
-            return None
-        if not all(hasattr(dataset[row].get("input_ids"), "__len__") for row in chosen):
-            return None
-        return {row: len(dataset[row]["input_ids"]) for row in chosen}
+    if type(dataset) in (list, tuple):
+        of_rows: dict[int, int] = {}
+        for place in _evenly_spaced(len(dataset), max_rows):
+            if (length := _list_row_length(dataset[place])) is None:
+                return None
+            of_rows[place] = length
+        return of_rows
     if not _is_plain_arrow(dataset):
         return None
     from pyarrow import compute  # type: ignore[import-untyped]
@@ -92,16 +92,22 @@ def _evenly_spaced(count: int, most: int) -> list[int]:
     return [index * count // most for index in range(most)]
 
 
+def _list_row_length(row: Any) -> int | None:
+    ids = row.get("input_ids") if type(row) is dict else None
+    return len(ids) if isinstance(ids, Sized) else None
+
+
 def _from_list(rows: Sequence[Any], max_rows: int) -> DatasetLengths | None:
     tally = _Tally()
     chosen = _evenly_spaced(len(rows), max_rows)
     for index in chosen:
         row = rows[index]
-        if not isinstance(row, Mapping) or not hasattr(row.get("input_ids"), "__len__"):
+        length = _list_row_length(row)
+        if length is None:
             return None
-        tally.add(len(row["input_ids"]))
+        tally.add(length)
         labels = row.get("labels")
-        if isinstance(labels, (list, tuple)):
+        if type(labels) in (list, tuple):
             tally.num_labelled += len(labels)
             tally.num_supervised += sum(label != _IGNORED_LABEL for label in labels)
     return _summed(tally, len(chosen), len(rows))

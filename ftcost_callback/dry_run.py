@@ -14,6 +14,7 @@ from ftcost_callback.sinks.console import PREFIX, dollars, duration
 
 # In the first step the optimizer has no states yet; in the second they stand beside the longest batch.
 LONGEST_STEPS: Final = 2
+_WIDE_SHARE: Final = 0.2  # of the total, from the low to the high end
 
 
 class LongestFirst:
@@ -92,7 +93,8 @@ def dry_run_lines(
         whole += f", {dollars(projection.projected_usd)}{band}"
     lines.append(whole)
     if projection.notes:
-        lines.append(f"the band is wide: {', '.join(projection.notes)}")
+        is_wide = low is None or high is None or high - low > _WIDE_SHARE * total
+        lines.append(f"{'the band is wide' if is_wide else 'not certain yet'}: {', '.join(projection.notes)}")
     return lines
 
 

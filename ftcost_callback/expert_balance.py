@@ -110,13 +110,12 @@ class BalanceHistory:
         self._stretch_steps += num_steps
         self._num_steps += num_steps
         if self._stretch_steps >= STRETCH_STEPS:
-            self._stretch_ends()
+            self._stretch_ends(self._window if self._stretch_steps == num_steps else expert_balance(self._stretch))
         elif self._costed_steps == 0 and self._step_seconds is None:
             self._step_seconds = self._imbalance_seconds(self._stretch)  # a first figure, before a stretch is whole
         return self._window
 
-    def _stretch_ends(self) -> None:
-        balance = expert_balance(self._stretch)
+    def _stretch_ends(self, balance: ExpertBalance | None) -> None:
         if self._first is None:
             self._first = balance
         else:

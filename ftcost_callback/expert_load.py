@@ -11,9 +11,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ftcost_callback.expert_sites import (
     ExpertSite,
+    as_it_is,
     find_expert_sites,
     forced_routing,
     moe_class_name,
@@ -36,7 +38,10 @@ def _tap(index: Tensor) -> Tensor:
     """Identity on the expert indices whose body runs inside a compiled graph, also in its recomputation."""
     counter = _open_counter
     if counter is not None:
-        counter.guard(lambda: counter.seen_in_graph(index))
+        try:
+            counter.seen_in_graph(index)
+        except Exception as error:
+            counter.on_error(error)
     return index.clone()
 
 
@@ -46,11 +51,13 @@ def _(index: Tensor) -> Tensor:
 
 
 class _SiteHook:
-    """Base of the hooks on a site. A copy of the model carries a no-op in its place."""
+    """Base of the hooks on a site. A copy of the model carries a no-op in its place.
+
+    They run in each layer of the user's forward: few calls, and nothing of theirs may be raised there.
+    """
 
     def __init__(self, counter: ExpertLoadCounter, site: ExpertSite, place: int) -> None:
         self._counter = counter
-        self._site = site
         self._place = place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -63,32 +70,42 @@ class _SiteHook:
 class ArgumentHook(_SiteHook):
     """Forward pre-hook of a module that is given the choice."""
 
+    def __init__(self, counter: ExpertLoadCounter, site: ExpertSite, place: int) -> None:
+        super().__init__(counter, site, place)
+        self._name = site.argument
+        self._position = site.position
+        self._with_next = site.with_next
+        self._shows_choice_in_graph = site.shows_choice_in_graph
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
-            return self._tapped(args, kwargs) if self._site.shows_choice_in_graph else None
-        if self._counter.is_open:
-            self._counter.guard(lambda: self._counter.seen(self._read(args, kwargs), self._place))
+        if is_compiling():
+            return self._tapped(args, kwargs) if self._shows_choice_in_graph else None
+        counter = self._counter
+        if counter.is_open:
+            try:
+                given = kwargs[self._name] if self._name in kwargs else args[self._position]
+                counter.seen((given, args[self._position + 1]) if self._with_next else given, self._place)
+            except Exception as error:
+                counter.on_error(error)
         return None
 
     def _tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, position = self._site.argument, self._site.position
+        name, position = self._name, self._position
         if name in kwargs:
             return args, {**kwargs, name: _tap(kwargs[name])}
         before, after = args[:position], args[position + 1 :]
         return (*before, _tap(args[position]), *after), kwargs
-
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, position = self._site.argument, self._site.position
-        given = kwargs[name] if name in kwargs else args[position]
-        return (given, args[position + 1]) if self._site.with_next else given
 
 
 class OutputHook(_SiteHook):
     """Forward hook of a router whose output shows the choice."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._counter.is_open:
-            self._counter.guard(lambda: self._counter.seen(output, self._place))
+        if not is_compiling() and self._counter.is_open:
+            try:
+                self._counter.seen(output, self._place)
+            except Exception as error:
+                self._counter.on_error(error)
 
 
 class ExpertRowsHook(_SiteHook):
@@ -99,19 +116,26 @@ class ExpertRowsHook(_SiteHook):
         self._expert = expert
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling() and self._counter.is_open and args:
-            self._counter.guard(lambda: self._counter.expert_called(self._place, self._expert, args[0]))
+        if not is_compiling() and self._counter.is_open and args:
+            try:
+                self._counter.expert_called(self._place, self._expert, args[0])
+            except Exception as error:
+                self._counter.on_error(error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class ExpertLoadCounter:
     """Counts between two calls of :meth:`take`. Padding, evaluation and recomputation stay outside.
 
     ``attach`` sets the hooks; ``open_forward`` and ``close_forward`` belong to the forward window of the same model.
-    ``guard`` calls what runs inside the user's forward, and must not raise.
+    ``on_error`` is given what failed inside the user's forward, and must not raise there.
     """
 
-    def __init__(self, guard: Callable[[Callable[[], None]], Any] = lambda function: function()) -> None:
-        self.guard = guard
+    def __init__(self, on_error: Callable[[Exception], None] = _raise) -> None:
+        self.on_error = on_error
         self._sites: list[ExpertSite] = []
         self._handles: list[Any] = []
         # (num_layers, 1 + most experts + 1): indices below 0, the experts, indices above them
@@ -119,7 +143,8 @@ class ExpertLoadCounter:
         self._ones: Tensor | None = None  # (1, experts per token)
         self._held: list[tuple[list[Tensor], Tensor | None]] = []  # whole forwards: each layer's indices, real tokens
         self._held_bytes = 0
-        self._pending: list[tuple[int, Any]] = []  # (site, what shows its choice)
+        self._places: list[int] = []  # sites that were called, in order
+        self._pending: list[Any] = []  # what shows the choice of each
         self._pending_bytes = 0
         self._may_hold = True
         self._held_kind: tuple[int, bool] | None = None
@@ -128,11 +153,14 @@ class ExpertLoadCounter:
         self._reals: tuple[Tensor | None, Tensor | None] = (None, None)  # real tokens: of the model, of its decoder
         self._num_calls: list[int] = []  # of each site
         self._rows_of_experts: dict[int, list[int]] = {}  # site -> rows that each expert was given, padding too
+        self._expert_calls: list[tuple[int, int, int]] = []  # of the open forward: site, expert, rows
         self._all_rows: Tensor | None = None  # as _counts, padding counted
         self._num_expert_columns = 0
         self.forced_by: str | None = None  # what says that routing is forced to be even
         self._has_decoder = False
         self._is_mixed = False  # not counted all alike: by two masks, or with a check of the rows
+        self._is_plain = True  # what shows a choice is the choice
+        self._all_places: list[int] = []
         self._num_experts_per_tok: int | None = None
         self._num_forwards = 0
         self._num_complete = 0
@@ -167,6 +195,7 @@ class ExpertLoadCounter:
         self.forced_by = forced_routing(model)
         self._has_decoder = any(site.is_decoder for site in self._sites)
         self._is_mixed = self._has_decoder or any(site.experts for site in self._sites)
+        self._is_plain = all(site.to_index is as_it_is for site in self._sites)
         for place, site in enumerate(self._sites):
             if site.argument is not None:
                 handle = site.hooked.register_forward_pre_hook(ArgumentHook(self, site, place), with_kwargs=True)
@@ -188,17 +217,19 @@ class ExpertLoadCounter:
         global _open_counter
         if not self._handles:
             return
+        if self._pending:
+            self.close_window()  # the forward before was broken off
         of_decoder = forward.decoder_real_tokens if self._has_decoder else None
-        self._reals, self._may_hold = (forward.real_tokens, of_decoder), True
-        self._pending, self._pending_bytes, self._called, self._num_in_graph = [], 0, set(), 0
+        self._reals, self._may_hold, self._num_in_graph = (forward.real_tokens, of_decoder), True, 0
+        if self._called:
+            self._called = set()
         self.is_open = True
         _open_counter = self
 
     def seen(self, shown: Any, place: int) -> None:
         """The site at ``place`` was called: ``shown`` is what its ``to_index`` reads. Nothing is computed here."""
-        self._called.add(place)
-        self._num_calls[place] += 1
-        self._pending.append((place, shown))
+        self._places.append(place)
+        self._pending.append(shown)
         self._pending_bytes += shown.numel() * 8 if isinstance(shown, Tensor) else _num_bytes(shown)
         if self._pending_bytes > _MAX_PENDING_BYTES:
             self._count_pending()
@@ -212,13 +243,14 @@ class ExpertLoadCounter:
 
     def expert_called(self, place: int, expert: int, hidden_states: Tensor) -> None:
         """An expert that is a module of its own was given rows."""
-        self._rows_of_experts[place][expert] += hidden_states.shape[:-1].numel()
+        self._expert_calls.append((place, expert, hidden_states.shape[:-1].numel()))
 
     def close_window(self) -> None:
         """Close without counting (the forward was broken off, or the hooks go)."""
         global _open_counter
         self.is_open = False
-        self._pending, self._pending_bytes, self._reals = [], 0, (None, None)
+        self._places, self._pending, self._pending_bytes, self._reals = [], [], 0, (None, None)
+        self._expert_calls = []
         if _open_counter is self:
             _open_counter = None
 
@@ -227,59 +259,84 @@ class ExpertLoadCounter:
         if not self.is_open:
             return
         try:
-            self._count_pending(may_hold=self._may_hold)
             self._num_forwards += 1
+            for place, expert, num_rows in self._expert_calls:
+                self._rows_of_experts[place][expert] += num_rows
+            if self._may_hold and self._places == self._all_places and not (self._is_mixed or self._called):
+                self._hold_or_count()
+            else:
+                self._count_pending()
             in_graph_is_odd = self._num_in_graph not in (0, len(self._sites))
             self._num_complete += len(self._called) == len(self._sites) and not in_graph_is_odd
         finally:
             self.close_window()
 
-    def _can_be_held(self, places: list[int], indices: list[Tensor]) -> bool:
-        """The whole forward is here, small, and no view that keeps a larger tensor alive."""
-        return (
-            places == list(range(len(self._sites)))
-            and not self._is_mixed
-            and sum(index.nbytes for index in indices) <= _MAX_HELD_BYTES
-            and all(index.shape == indices[0].shape for index in indices)
-            and indices[0].untyped_storage().nbytes() <= 2 * indices[0].nbytes
-        )
-
-    def _hold(self, indices: list[Tensor]) -> None:
-        """Keep a whole forward, to be counted together with others like it."""
-        real, top_k = self._fitting_real(0, indices[0]), indices[0].shape[1]
+    def _hold_or_count(self) -> None:
+        """Keep the whole forward, to be counted together with others like it: if it is small, and its indices are no
+        views that keep larger tensors alive."""
+        indices, num_bytes = self._pending, self._pending_bytes
+        if not self._is_plain:
+            indices = self._indices(self._places, indices)
+            num_bytes = sum(index.nbytes for index in indices)
+        first: Tensor = indices[0]
+        if num_bytes > _MAX_HELD_BYTES or first.dim() != 2 or first.untyped_storage().nbytes() > 2 * first.nbytes:
+            self._count_indices(self._places, indices)
+            return
+        num_tokens, top_k = first.shape
+        real = self._fitting(self._reals[0], num_tokens)
         kind = (top_k, real is None)
         if kind != self._held_kind:
             self._count_held()
             self._held_kind = kind
         self._held.append((indices, real))
-        self._held_bytes += sum(index.nbytes for index in indices)
+        self._held_bytes += num_bytes
+        self._num_complete += 1
         if self._held_bytes > _MAX_HELD_BYTES or len(self._held) >= _MAX_HELD_FORWARDS:
             self._count_held()
 
     def _count_held(self) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
-        if held:
-            self._count(0, [indices for indices, _ in held], [real for _, real in held])
+        if not held:
+            return
+        self._num_calls = [calls + len(held) for calls in self._num_calls]
+        alike: list[tuple[list[Tensor], Tensor | None]] = []
+        for indices, real in held:
+            if len({index.shape for index in indices}) == 1:
+                alike.append((indices, real))
+                continue
+            for place, index in enumerate(map(_two_dimensional, indices)):
+                self._count(place, [[index]], [self._fitting(real, index.shape[0])])
+        if alike:
+            self._count(0, [indices for indices, _ in alike], [real for _, real in alike])
 
-    def _count_pending(self, *, may_hold: bool = False) -> None:
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        if not pending:
+    def _indices(self, places: list[int], shown: list[Any]) -> list[Tensor]:
+        """What was shown -> (tokens, experts per token) each."""
+        return [_two_dimensional(self._sites[place].to_index(each)) for place, each in zip(places, shown, strict=True)]
+
+    def _count_pending(self) -> None:
+        places, shown = self._places, self._pending
+        self._places, self._pending, self._pending_bytes = [], [], 0
+        if not places:
             return
-        places = [place for place, _ in pending]
-        indices = [_two_dimensional(self._sites[place].to_index(shown)) for place, shown in pending]
-        if may_hold and self._can_be_held(places, indices):
-            self._hold(indices)
-            return
+        self._count_indices(places, self._indices(places, shown))
+
+    def _count_indices(self, places: list[int], indices: list[Tensor]) -> None:
+        for place in places:
+            self._num_calls[place] += 1
+        self._called.update(places)
+        indices = [_two_dimensional(index) for index in indices]
         alike = all(index.shape == indices[0].shape for index in indices) and not self._is_mixed
         if alike and places == list(range(places[0], places[0] + len(places))):
-            self._count(places[0], [indices], [self._fitting_real(places[0], indices[0])])
+            self._count(places[0], [indices], [self._fitting_real(places[0], indices[0].shape[0])])
         else:
             for place, index in zip(places, indices, strict=True):
-                self._count(place, [[index]], [self._fitting_real(place, index)])
+                self._count(place, [[index]], [self._fitting_real(place, index.shape[0])])
 
-    def _fitting_real(self, place: int, index: Tensor) -> Tensor | None:
+    def _fitting_real(self, place: int, num_tokens: int) -> Tensor | None:
+        return self._fitting(self._reals[self._sites[place].is_decoder], num_tokens)
+
+    def _fitting(self, real: Tensor | None, num_tokens: int) -> Tensor | None:
         """Which of the tokens that chose are real; ``None``: all, or nobody can say."""
-        real, num_tokens = self._reals[self._sites[place].is_decoder], index.shape[0]
         if real is None or real.numel() == num_tokens:
             return real
         self._odd_shape = (
@@ -421,7 +478,7 @@ class ExpertLoadCounter:
             self._counts.zero_()
         if self._all_rows is not None:
             self._all_rows.zero_()
-        self._num_calls = [0] * len(self._sites)
+        self._num_calls, self._all_places = [0] * len(self._sites), list(range(len(self._sites)))
         self._rows_of_experts = {place: [0] * len(site.experts) for place, site in enumerate(self._sites) if site.experts}
         self._num_forwards = self._num_complete = 0
         self._odd_shape = None

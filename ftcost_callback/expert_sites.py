@@ -42,7 +42,7 @@ ToIndex = Callable[[Any], Tensor]
 """What was read -> (tokens, experts per token) expert numbers; a number that is no expert's stands for none."""
 
 
-def _as_it_is(index: Tensor) -> Tensor:
+def as_it_is(index: Tensor) -> Tensor:
     return index
 
 
@@ -61,7 +61,7 @@ class ExpertSite:
     argument: str | None = None
     position: int = 0
     with_next: bool = False
-    to_index: ToIndex = _as_it_is
+    to_index: ToIndex = as_it_is
     drops_tokens: bool = False  # the model leaves out what is over an expert's capacity
     is_decoder: bool = False  # of an encoder-decoder model: sees the target's tokens
     experts: tuple[nn.Module, ...] = ()  # one each, whose rows tell whether the choice was read rightly
@@ -76,12 +76,27 @@ class ExpertSite:
 def find_expert_sites(model: nn.Module) -> list[ExpertSite]:
     """Every place where experts are chosen and the choice can be seen, in the order of the model's modules."""
     modules = dict(model.named_modules())
+    unused = tuple(f"{part}." for name, module in modules.items() for part in _unused_parts(name, module))
+    if unused:
+        modules = {name: module for name, module in modules.items() if not f"{name}.".startswith(unused)}
     config = getattr(model, "config", None)
     sites = [site for name, module in modules.items() for site in _sites_of(modules, name, module, config)]
     parts = [site.layer_name.split(".") for site in sites]
     if getattr(config, "is_encoder_decoder", False) or any("encoder" in each for each in parts):
         sites = [dataclasses.replace(site, is_decoder="decoder" in each) for site, each in zip(sites, parts, strict=True)]
     return sites
+
+
+def _unused_parts(name: str, module: Any) -> list[str]:
+    """Names of what PEFT keeps and does not run: of a module in ``modules_to_save`` it trains a copy for each adapter, and
+    runs that of the first active one, or without one what was there before."""
+    if type(module).__name__ != "ModulesToSaveWrapper":
+        return []
+    adapters = module.active_adapters
+    runs_copy = not module.disable_adapters and adapters and adapters[0] in module.modules_to_save
+    active = f"{name}.modules_to_save.{adapters[0]}" if runs_copy else f"{name}.original_module"
+    parts = [f"{name}.original_module", *(f"{name}.modules_to_save.{adapter}" for adapter in module.modules_to_save)]
+    return [part for part in parts if part != active]
 
 
 def _sites_of(modules: dict[str, nn.Module], name: str, module: nn.Module, config: Any) -> Iterator[ExpertSite]:
@@ -107,7 +122,9 @@ def _num_experts(modules: dict[str, nn.Module], name: str, module: nn.Module) ->
     own = (getattr(module, attribute, None) for attribute in _COUNT_ATTRIBUTES)
     counts = [count for count in own if isinstance(count, int)]
     parent_name = name.rpartition(".")[0]
-    while parent_name and type(modules[parent_name]).__module__.startswith("peft."):
+    while parent_name and (
+        type(modules[parent_name]).__module__.startswith("peft.") or isinstance(modules[parent_name], nn.ModuleDict)
+    ):
         parent_name = parent_name.rpartition(".")[0]
     parent = modules.get(parent_name)
     for attribute in _ROUTER_ATTRIBUTES:

@@ -25,7 +25,8 @@ class ForwardCounters:
 
     def __init__(self, boundary: Boundary, on_error: Callable[[BaseException], None]) -> None:
         self._boundary = boundary
-        self._window = ForwardWindow(self._open_forward, self._close_forward, on_error)
+        self._window = ForwardWindow(self._open_forward, self._close_forward, self._forward_failed)
+        self._on_error = on_error
         self._tokens: TokenCounter | None = None
         self._experts: ExpertLoadCounter | None = None
         self._expert_tokens: int | None = 0  # non-padding, over the forwards since the experts were taken
@@ -34,6 +35,7 @@ class ForwardCounters:
         self.batch_shape: tuple[int, int] | None = None  # of the last training forward
         self.on_forward: Callable[[], None] = lambda: None  # before each training forward; must not raise
         self.on_phase: Callable[[Phase], None] = lambda phase: None  # told what begins; must not raise
+        self.on_failed: Callable[[], None] = lambda: None  # after each training forward that failed; must not raise
 
     def attach(self, model: Any, *, num_processes: int, expert_load: bool) -> None:
         self._tokens = TokenCounter(label_rule(model), use_num_items_in_batch=num_processes == 1)
@@ -44,7 +46,7 @@ class ForwardCounters:
             self._experts = self._boundary.call("expert load", lambda: self._attached_experts(model))
 
     def _attached_experts(self, model: Any) -> ExpertLoadCounter:
-        experts = ExpertLoadCounter(functools.partial(self._boundary.call, "expert load"))
+        experts = ExpertLoadCounter(functools.partial(self._boundary.failed, "expert load"))
         experts.attach(model)
         if experts.forced_by is not None:
             _log.warning("ftcost: routing is forced to be even (%s): the expert load is not the router's", experts.forced_by)
@@ -67,17 +69,34 @@ class ForwardCounters:
         self.on_forward()
         self.on_phase("forward")
         self.batch_shape = forward.batch_shape
+        # In each forward and step the boundary is only called on an error: what it has switched off is None here.
         if self._tokens is not None:
-            tokens = self._tokens
-            self._boundary.call("token counter", lambda: tokens.open_forward(forward))
+            try:
+                self._tokens.open_forward(forward)
+            except Exception as error:
+                self._boundary.failed("token counter", error)
         if self._experts is not None:
-            experts = self._experts
-            self._boundary.call("expert load", lambda: experts.open_forward(forward))
+            try:
+                self._experts.open_forward(forward)
+            except Exception as error:
+                self._boundary.failed("expert load", error)
 
     def _close_forward(self) -> None:
         if self._experts is not None:
-            self._boundary.call("expert load", self._experts.close_forward)
+            try:
+                self._experts.close_forward()
+            except Exception as error:
+                self._boundary.failed("expert load", error)
         self.on_phase("backward")
+
+    def _forward_failed(self, error: BaseException) -> None:
+        """Its batch may be skipped: what the forward had counted goes."""
+        self._on_error(error)
+        if self._tokens is not None:
+            self._tokens.drop_forward()
+        if self._experts is not None:
+            self._experts.close_window()
+        self.on_failed()
 
     def labels_seen(self, labels: Sequence[Any]) -> None:
         """The step's labels, for a model that is not given them."""
@@ -86,8 +105,12 @@ class ForwardCounters:
 
     def take_step(self) -> PendingTokens:
         """The tokens since the last call, still on the device."""
-        taken = self._boundary.call("token counter", self._tokens.take_step) if self._tokens is not None else None
-        return taken if taken is not None else PendingTokens()
+        if self._tokens is not None:
+            try:
+                return self._tokens.take_step()
+            except Exception as error:
+                self._boundary.failed("token counter", error)
+        return PendingTokens()
 
     def read(self, pending: PendingTokens) -> TokenCounts | None:
         """The counts of a step that is over, in the order they were taken."""

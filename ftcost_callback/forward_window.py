@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 _IGNORED_LABEL: Final = -100  # where a label is padding
 
@@ -28,20 +29,21 @@ class TrainingForward:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
-        self.batch_shape = self._batch_shape()
-        mask = self.tensor("attention_mask")
+        self.batch_shape = shape = self._batch_shape()
+        mask = arguments.get("attention_mask")
         # A mask of four dimensions says who attends to whom, not what is padding.
-        self.padding_mask = (
-            mask if mask is not None and self.batch_shape is not None and mask.shape == self.batch_shape else None
+        self.padding_mask: Tensor | None = (
+            mask if shape is not None and isinstance(mask, Tensor) and mask.shape == shape else None
         )
+        self._not_padding: Tensor | None = None
 
     def tensor(self, name: str) -> Tensor | None:
         value = self.arguments.get(name)
         return value if isinstance(value, Tensor) else None
 
     def _batch_shape(self) -> tuple[int, int] | None:
-        ids = self.tensor("input_ids")
-        if ids is not None:
+        ids = self.arguments.get("input_ids")
+        if isinstance(ids, Tensor):
             shape = ids.shape
             return (shape[0], shape[1]) if len(shape) == 2 else None
         embeddings = self.tensor("inputs_embeds")
@@ -62,11 +64,18 @@ class TrainingForward:
         followed_by_one[:, :-1] = positions[:, 1:] == 1
         return (positions == 0) & followed_by_one
 
-    @cached_property
+    @property
     def real_tokens(self) -> Tensor | None:
         """(rows, length) bool, true where a token is no padding. ``None``: nothing says that any token is padding."""
-        if self.tensor("attention_mask") is not None:
-            return self.padding_mask != 0 if self.padding_mask is not None else None
+        if self._not_padding is not None:
+            return self._not_padding
+        if self.padding_mask is not None:
+            self._not_padding = self.padding_mask != 0
+            return self._not_padding
+        return self._real_by_positions if self.tensor("attention_mask") is None else None
+
+    @cached_property
+    def _real_by_positions(self) -> Tensor | None:
         starts = self.sequence_starts
         positions = self._packed_positions
         return None if starts is None or positions is None else (positions != 0) | starts
@@ -106,15 +115,35 @@ class _RootHook:
 
 
 class _OpenHook(_RootHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._window._before(module, args, kwargs)
+        if is_compiling():
+            self._outside_graph(module, args, kwargs)
+        else:
+            self._sees(module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _outside_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._sees(module, args, kwargs)
+
+    def _sees(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._window.opens(args, kwargs)
 
 
 class _CloseHook(_RootHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._window._after(sys.exc_info()[1] if output is None else None)
+        if is_compiling():
+            self._outside_graph(output)
+        else:
+            self._sees(output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _outside_graph(self, output: Any) -> None:
+        self._sees(output)
+
+    def _sees(self, output: Any) -> None:
+        if self._window.is_open:
+            self._window.closes(sys.exc_info()[1] if output is None else None)
 
 
 def no_op_reduction() -> tuple[Any, ...]:
@@ -130,8 +159,8 @@ def no_op_hook() -> Any:
 
 
 class ForwardWindow:
-    """``on_open(forward)`` before and ``on_close()`` after each training forward of ``model``; ``on_error(error)`` for
-    one that failed, whose error goes on to whom it belongs. None of them may raise."""
+    """``on_open(forward)`` before and ``on_close()`` after each training forward of ``model``; ``on_error(error)`` in place
+    of the latter for one that failed, whose error goes on to whom it belongs. None of them may raise."""
 
     def __init__(
         self,
@@ -158,18 +187,15 @@ class ForwardWindow:
         self._handles = []
         self.is_open = False
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
+    def opens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args and "input_ids" not in kwargs:
             kwargs = {**kwargs, "input_ids": args[0]}
         self.is_open = True
         self._on_open(TrainingForward(kwargs))
 
-    def _after(self, error: BaseException | None) -> None:
-        if not self.is_open:
-            return
+    def closes(self, error: BaseException | None) -> None:
         self.is_open = False
-        if error is not None:
+        if error is None:
+            self._on_close()
+        else:
             self._on_error(error)
-        self._on_close()

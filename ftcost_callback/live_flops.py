@@ -9,7 +9,7 @@ from costmodel.defaults import resolve
 from costmodel.hf_config import model_spec_from_config
 from costmodel.model_catalog import find_model_config
 from costmodel.specs import parse_job
-from costmodel.workload import Batch, hardware_flops, model_flops
+from costmodel.workload import Batch, hardware_flops, model_flops, with_masked_pairs
 from ftcost_callback.recorder import StepAggregate
 
 ATTENTION_CONVENTION: Final = "full"
@@ -38,6 +38,7 @@ class FlopsCounter:
         head = tokens
         if self._job.supervised_positions_only and steps.num_supervised_tokens is not None:
             head = steps.num_supervised_tokens
-        mean = Batch(steps.num_samples / batches, tokens / batches, squares / batches, head / batches)
+        counted = Batch(steps.num_samples / batches, tokens / batches, squares / batches, head / batches)
+        mean = with_masked_pairs(self._job, counted)
         scale = batches / steps.step_seconds_sum
         return model_flops(self._model, self._job, mean) * scale, hardware_flops(self._model, self._job, mean) * scale

@@ -14,7 +14,7 @@ from ftcost_callback.session_plan import Settings
 
 STEPS_BEFORE_SECOND_PREDICTION: Final = 20
 UNDESCRIBED_CPU: Final = (
-    "trained on a CPU: neither its memory nor its time is predicted; gpu='H100' (say) predicts for that card, "
+    "trained on a CPU: neither its memory nor its time is predicted; gpu='H100 SXM' (say) predicts for that card, "
     "gpu='probe' after `ftcost probe` for this processor"
 )
 
@@ -47,13 +47,36 @@ class LivePrediction:
         try:
             answer = estimate(self._job_to_ask()).to_dict()
         except CostModelError as refusal:
-            notes.append(f"no prediction: {refusal}")
+            if self._is_undescribed_cpu:
+                notes.append(UNDESCRIBED_CPU)  # nothing would be predicted with what is missing either
+            elif self._lacks_only_max_length():
+                notes.append(f"no prediction before step {self._steps_before_second} (then on the tokens seen): {refusal}")
+            else:
+                notes.append(f"no prediction: {refusal}")
             return
         if self._is_undescribed_cpu:
             notes.append(UNDESCRIBED_CPU)
+        elif self._job.get("lengths") is None:
+            notes.append(
+                f"time and cost are not predicted before step {self._steps_before_second} (then on the tokens seen): the "
+                "data set's lengths could not be read; memory is for sequences of max_length"
+            )
         if self._job.get("lengths") is not None:
             self.expected_tokens_per_step = answer.get("num_tokens_per_step")
         self.first = self.latest = self._prediction("before", global_step, answer)
+
+    def _lacks_only_max_length(self) -> bool:
+        """Which the longest sequence seen stands in for."""
+        from costmodel.estimation import estimate
+
+        job = self._job_to_ask()
+        if job.get("max_length") is not None:
+            return False
+        try:
+            estimate({**job, "max_length": 1})
+        except CostModelError:
+            return False
+        return True
 
     def second_is_due(self, num_measured_steps: int) -> bool:
         return (
@@ -70,8 +93,14 @@ class LivePrediction:
             return STEPS_BEFORE_SECOND_PREDICTION
         return min(STEPS_BEFORE_SECOND_PREDICTION, max(1, dry_run_steps - LONGEST_STEPS))
 
-    def predict_again(self, global_step: int, steps: StepAggregate) -> Prediction | None:
-        """On the tokens of ``steps``; ``None`` where they were not shown or cannot be asked about."""
+    def predict_again(
+        self, global_step: int, steps: StepAggregate, *, startup_seconds: float | None = None
+    ) -> Prediction | None:
+        """On the tokens of ``steps``; ``None`` where they were not shown or cannot be asked about.
+
+        ``startup_seconds``: what starting up has taken, over all sessions, in place of a rule of thumb.
+        """
+        from costmodel.answer import with_startup
         from costmodel.estimation import estimate_from_tokens
 
         seen = tokens_seen(steps)
@@ -79,7 +108,8 @@ class LivePrediction:
             return None
         self._has_predicted_again = True
         try:
-            answer = estimate_from_tokens(self._job_to_ask(), seen).to_dict()
+            estimated = estimate_from_tokens(self._job_to_ask(), seen)
+            answer = (with_startup(estimated, startup_seconds) if startup_seconds is not None else estimated).to_dict()
         except CostModelError:
             return None
         self.latest = self._prediction("tokens_seen", global_step, answer)

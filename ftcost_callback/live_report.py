@@ -20,7 +20,7 @@ from ftcost_callback.peak_memory import PeakMemory
 from ftcost_callback.projection import Projection, ProjectionInput, project
 from ftcost_callback.record_writer import RecordWriter
 from ftcost_callback.recorder import Pace, StepAggregate, StepRecorder, StepTiming
-from ftcost_callback.records import ExpertLoad, PauseKind, Step, Summary
+from ftcost_callback.records import ExpertLoad, PauseKind, Profile, Step, Summary
 from ftcost_callback.reporting import Standing, completed_row, measured_of, mfu_and_hfu, summary_of, window_of
 from ftcost_callback.session_opening import Opened
 from ftcost_callback.session_plan import Identity, Plan
@@ -57,12 +57,14 @@ class LiveReport:
         self._opened = opened
         self._last_step = steps_done
         self._processor_wait = parts.boundary.call("processor wait", ProcessorWait)
+        self._waited: float | None = None  # share of the time, as of the last report
         self._comparison = Comparison()
         self._balance = BalanceHistory(self._imbalance_seconds)
         self._experts_taken_at = steps_done
         self._layer_names: list[str] = []
         self._stopped_at_budget = False
         self._said_mfu_above_1 = False
+        self.profile: Profile | None = None  # of the steps under the profiler, once there is one
         self.projection = Projection()
         self.made_at = parts.clock()
         self.last_report_step = steps_done
@@ -91,6 +93,7 @@ class LiveReport:
             call("expert load", lambda: self._take_experts(extra))
         call("GPU sampler", parts.gpu.take_window)
         call("peak memory", parts.peaks.step_ends)
+        self._look_at_processor_wait()
         if self._opened.prediction.second_is_due(parts.recorder.num_measured_steps):
             call("prediction", self._predict_again)
         compared = call("comparison", self._compare)
@@ -101,6 +104,10 @@ class LiveReport:
         standing = self._standing(parts.recorder.take_report())
         parts.sinks.log(window_of(standing), extra)
         return completed_row(row, standing) if row is not None else None
+
+    def _look_at_processor_wait(self) -> None:
+        wait = self._processor_wait
+        self._waited = self._parts.boundary.call("processor wait", wait.fraction) if wait is not None else None
 
     def _take_experts(self, extra: dict[str, Any]) -> None:
         load = self._parts.counters.take_experts(self._last_step)
@@ -133,7 +140,10 @@ class LiveReport:
         return self._parts.boundary.call("cost of imbalance", lambda: prediction.imbalance_seconds(load, steps))
 
     def _predict_again(self) -> None:
-        prediction = self._opened.prediction.predict_again(self._last_step, self._parts.recorder.session)
+        recorder = self._parts.recorder
+        prediction = self._opened.prediction.predict_again(
+            self._last_step, recorder.session, startup_seconds=recorder.totals.startup_seconds
+        )
         if prediction is not None:
             self._parts.record.write(prediction)
             self._parts.sinks.prediction(prediction)
@@ -186,9 +196,10 @@ class LiveReport:
             standing,
             throttle_reasons=self._parts.gpu.throttle_reasons,
             dataloader_num_workers=self._parts.plan.dataloader_num_workers,
-            processor_wait_fraction=self._processor_wait.fraction() if self._processor_wait is not None else None,
+            processor_wait_fraction=self._waited,
             median_step_seconds=self._median_step_seconds(standing.steps),
             predicted_gpu=self._opened.predicted_gpu,
+            profiled_group_seconds=self.profile.by_group_seconds if self.profile is not None else None,
         )
 
     def _median_step_seconds(self, steps: StepAggregate) -> float | None:
@@ -215,6 +226,7 @@ class LiveReport:
         elapsed = recorder.elapsed_seconds
         earlier = self._earlier_pace()
         planned = self._opened.planned_tokens
+        to_come = planned.mean_to_come(self._last_step, plan.max_steps) if planned is not None and plan.max_steps else None
         expected = prediction.expected_tokens_per_step  # of all processes; what is measured is the main one's
         return ProjectionInput(
             steps_done=self._last_step,
@@ -227,9 +239,8 @@ class LiveReport:
             earlier_step_seconds=earlier.step_seconds if earlier is not None else (),
             earlier_num_tokens=earlier.num_tokens if earlier is not None else (),
             expected_tokens_per_step=expected / plan.num_replicas if expected is not None else None,
-            tokens_per_step_to_come=(
-                planned.mean_to_come(self._last_step, plan.max_steps) if planned is not None and plan.max_steps else None
-            ),
+            tokens_per_step_to_come=to_come[0] if to_come is not None else None,
+            tokens_to_come_spread=to_come[1] if to_come is not None else 0.0,
             pauses=tuple(
                 plan.pause_plan(
                     kind,
@@ -252,7 +263,7 @@ class LiveReport:
 
     def _felt_processor_wait(self) -> float | None:
         """Share of the time that steps may have been longer for it: while a GPU is busy, a waiting host holds up nothing."""
-        waited = self._processor_wait.fraction() if self._processor_wait is not None else None
+        waited = self._waited
         busy = self._parts.gpu.window.busy_fraction
         return waited * (1 - busy) if waited is not None and busy is not None else waited
 
@@ -317,6 +328,7 @@ class LiveReport:
     def summary(self, *, global_step: int) -> Summary:
         parts = self._parts
         self._last_step = global_step
+        self._look_at_processor_wait()
         steps, num_sessions_in_rates = self._steps_of_all_sessions()
         standing = self._standing(steps)
         measured = self._measured(standing)

@@ -28,7 +28,7 @@ from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory
 from ftcost_callback.peak_memory import PeakMemory
 from ftcost_callback.process_run import FLUSH_SECONDS, ProcessRun
 from ftcost_callback.profiler_window import ProfilerWindow
-from ftcost_callback.records import Pause, PauseKind, Step, Summary, TrainerLog
+from ftcost_callback.records import Pause, PauseKind, Profile, Step, Summary, TrainerLog
 from ftcost_callback.reporting import summary_of_all
 from ftcost_callback.run_file import Ledger
 from ftcost_callback.session_opening import Opened, Training, open_session
@@ -165,7 +165,7 @@ class LiveRun(ProcessRun):
         self._steps.ends(global_step, is_profiled=profiler is not None)
         profile = self._boundary.call("profiler", lambda: profiler.step_ends(global_step)) if profiler is not None else None
         if profile is not None:
-            self.record.write(profile)
+            self._keep_profile(profile)
         now = self._clock()
         step_seconds, self._step_ended_at = now - self._step_ended_at, now
         # Steps are settled some at once, which costs a fraction of doing it for each; early enough that what waits never
@@ -199,8 +199,7 @@ class LiveRun(ProcessRun):
             last = rows[-1]
             completed = self._make_report(last, with_experts=log_follows)
             rows[-1] = completed if completed is not None else last
-        for row in rows:
-            self.record.write_step(row)
+        self.record.write_steps(rows)
         self.record.flush()
         return report.over_budget(global_step=self._steps.last_step), report_due
 
@@ -244,8 +243,7 @@ class LiveRun(ProcessRun):
     def wait_for_steps(self) -> None:
         """A pause begins: the steps before it are over, or are waited for."""
         if self._steps.any_pending:
-            for row in self._resolved_rows(wait=True):
-                self.record.write_step(row)
+            self.record.write_steps(self._resolved_rows(wait=True))
             self._boundary.call("peak memory", self._peaks.step_ends)
             self.record.flush()
 
@@ -303,7 +301,11 @@ class LiveRun(ProcessRun):
             profiler, last_step = self._profiler, self._steps.last_step
             profile = self._boundary.call("profiler", lambda: profiler.finish(last_step))
             if profile is not None:
-                self.record.write(profile)
+                self._keep_profile(profile)
+
+    def _keep_profile(self, profile: Profile) -> None:
+        self.record.write(profile)
+        self._begun.profile = profile
 
     def _close_recorder(self) -> None:
         seconds = self.recorder.close()
@@ -363,8 +365,7 @@ class LiveRun(ProcessRun):
         self._boundary.call("end of training", self._write_what_is_known)
 
     def _write_what_is_known(self) -> None:
-        for row in self._resolved_rows(wait=False):
-            self.record.write_step(row)
+        self.record.write_steps(self._resolved_rows(wait=False))
         self.record.write_what_waits(global_step=self._steps.last_step)
         self.record.flush()
 
@@ -397,8 +398,7 @@ class LiveRun(ProcessRun):
             self._boundary.call("profiler", self._profiler.close)
 
         def write() -> None:
-            for row in self._resolved_rows(wait=False):
-                self.record.write_step(row)
+            self.record.write_steps(self._resolved_rows(wait=False))
             self.record.write_what_waits(global_step=self._steps.last_step)
             self.failed(getattr(sys, "last_value", None))
             self.record.flush()

@@ -78,8 +78,8 @@ class FTCostMonitor:
     session, its time, tokens and dollars on board. ``resume_from``: where that record is not at hand, the checkpoint's
     folder, in which :meth:`save_ledger` left what the run had taken; it knows its step.
 
-    All else as in :class:`FTCostCallback`. Raises :class:`CostModelError` for a wrong argument; after construction it never
-    raises, and the loop's own exceptions pass through it.
+    All else as in :class:`FTCostCallback`. Raises :class:`CostModelError` for a wrong argument; after construction it only
+    raises where it is entered a second time before it was left, and the loop's own exceptions pass through it.
     """
 
     def __init__(
@@ -180,6 +180,8 @@ class FTCostMonitor:
         """The budget is spent (``stop_at_budget``): save and leave the loop."""
 
     def __enter__(self) -> FTCostMonitor:
+        if self._run is not None:
+            raise CostModelError("this monitor measures a loop already; leave its context first, or make another monitor")
         self._boundary = Boundary()
         self._boundary.on_failure(_MONITOR, self._release)
         self.global_step, self.should_stop = self._start_step, False
@@ -195,7 +197,8 @@ class FTCostMonitor:
     def _begin(self) -> None:
         let_go_of_left_trainings()
         loop = self._loop
-        rank, world_size = loop.rank_and_world_size
+        apart = loop.launched_apart
+        rank, world_size = apart if apart is not None else loop.rank_and_world_size
         plan = Plan(
             max_steps=loop.max_steps,
             eval_strategy="steps" if self._eval_every else "no",
@@ -220,6 +223,7 @@ class FTCostMonitor:
                 accumulation=loop.accumulation_steps,
                 max_steps=loop.max_steps,
                 num_processes=world_size,
+                max_length=loop.max_length,
             ),
             forwards_are_micro_batches=True,
         )
@@ -239,14 +243,17 @@ class FTCostMonitor:
             )
             rank_run.begin(training)
         else:
+            identity = loop_identity(
+                self._output_dir,
+                from_step=self._start_step,
+                checkpoint_dir=self._resume_from,
+                num_processes=world_size,
+            )
+            if apart is not None:
+                identity = dataclasses.replace(identity, notes=(*identity.notes, _launched_apart_note(world_size)))
             self._run = live_run = LiveRun(
                 self._settings,
-                loop_identity(
-                    self._output_dir,
-                    from_step=self._start_step,
-                    checkpoint_dir=self._resume_from,
-                    num_processes=world_size,
-                ),
+                identity,
                 plan,
                 self._boundary,
                 sinks=self._sinks,
@@ -361,7 +368,7 @@ class FTCostMonitor:
     @property
     def _run_has_forwards(self) -> bool:
         """Whether a part of the next step has been done."""
-        return self._run is not None and self._run.in_step and self._run.num_micro_batches > 0
+        return self._run is not None and self._run.in_step and self._run.any_forward
 
     @contextlib.contextmanager
     def pause(self, kind: PauseKind = "other") -> Iterator[None]:
@@ -464,6 +471,17 @@ class _Loop:
         return 0, 1
 
     @property
+    def launched_apart(self) -> tuple[int, int] | None:
+        """(Rank, processes) of torch's launcher, where nothing joins the processes: each trains a model of its own."""
+        if self.rank_and_world_size[1] > 1:
+            return None
+        try:  # a cluster sets the other two for machines; the third is torchrun's and accelerate's
+            rank, world_size, _ = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        except (KeyError, ValueError):
+            return None
+        return (rank, world_size) if 0 <= rank < world_size and world_size > 1 else None
+
+    @property
     def accumulation_steps(self) -> int:
         if self.accumulation is not None:
             return self.accumulation
@@ -535,6 +553,14 @@ class _Loop:
         if max_steps is None and self.num_epochs is None:
             del job["num_train_epochs"]
         return job
+
+
+def _launched_apart_note(num_processes: int) -> str:
+    return (
+        f"{num_processes} processes were launched (WORLD_SIZE) and nothing joins them: each trains a model of its own on "
+        "all of the data, and counts in a file of its own; prepare the model with accelerate or wrap it in "
+        "DistributedDataParallel (on a CPU, accelerate joins them with ACCELERATE_USE_CPU=true)"
+    )
 
 
 def _step_of_ledger(folder: str | os.PathLike[str], start_step: int) -> int:

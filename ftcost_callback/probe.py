@@ -11,12 +11,14 @@ On a CPU this is run in the tests. The part for CUDA is written from torch's doc
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import operator
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -459,7 +461,8 @@ class _Bench:
         import torch
 
         try:
-            from bitsandbytes import functional
+            with _quiet("bitsandbytes.backends.cpu.ops"):  # asks for a kernel of another operation than the one measured
+                from bitsandbytes import functional
         except ImportError:
             return None
         self.say("ftcost: dequantisation of NF4")
@@ -489,6 +492,18 @@ class _Bench:
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free - torch.cuda.memory_reserved(self.device))
+
+
+@contextlib.contextmanager
+def _quiet(logger_name: str) -> Iterator[None]:
+    """Errors alone are shown of that logger."""
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _counted_operators() -> tuple[int, int]:

@@ -107,9 +107,9 @@ class ProcessRun:
         self._steps.waited_for_data(seconds)
 
     @property
-    def num_micro_batches(self) -> int:
-        """Of the step that is being done, so far."""
-        return self._steps.num_micro_batches
+    def any_forward(self) -> bool:
+        """Whether a part of the step that is being done has been tried."""
+        return self._steps.any_forward
 
     @property
     def in_step(self) -> bool:

@@ -158,8 +158,9 @@ class ProjectionInput:
     # the tokens seen, which the moments already hold.
     expected_tokens_per_step: float | None = None
     expected_tokens_relative_error: float = 0.01
-    # Of the steps behind ``steps_done``, for certain: data set and order are known, and have given the tokens seen so far.
+    # Of the steps behind ``steps_done``: data set and order are known, and have given the tokens seen so far.
     tokens_per_step_to_come: float | None = None
+    tokens_to_come_spread: float = 0.0  # by how many of them it may be off
     pauses: tuple[PausePlan, ...] = ()
     spent_usd: float | None = None  # so far, when earlier sessions had another price; else elapsed x usd_per_hour
     usd_per_hour: float | None = None  # of the whole job (all its GPUs)
@@ -184,7 +185,7 @@ class Projection:
     projected_usd_low: float | None = None
     projected_usd_high: float | None = None
     basis: Literal["measured", "predicted", "none"] = "none"
-    notes: tuple[str, ...] = ()  # why the band is wide
+    notes: tuple[str, ...] = ()  # what makes it uncertain
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,8 +404,10 @@ def _tokens_to_come(known: ProjectionInput, remaining_steps: int) -> _Mean:
     trend = _trend(moments, moments.tokens_by_index, moments.tokens_squares)
     direction = "growing" if trend is not None and trend > 0 else "shrinking"
     if known.tokens_per_step_to_come is not None:
-        note = f"sequences are {direction}; the tokens of the rest are known" if trend is not None else None
-        return _Mean(known.tokens_per_step_to_come, 0.0, note)
+        to_come, spread = known.tokens_per_step_to_come, known.tokens_to_come_spread
+        within = f" within {spread / to_come:.1%}" if spread >= 0.0005 * to_come else ""
+        note = f"sequences are {direction}; the tokens of the rest are known{within}" if trend is not None else None
+        return _Mean(to_come, spread, note)
     if trend is not None:
         now = seen + trend * (moments.count - 1) / 2
         if expected is not None and expected >= 1 and remaining_steps > 0:

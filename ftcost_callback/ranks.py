@@ -276,7 +276,7 @@ def _rows_of(path: Path, run_id: str, kind: str) -> Iterator[tuple[tuple[int, in
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and "type" in row and is_readable(row) else None
 

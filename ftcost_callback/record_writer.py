@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ftcost_callback.boundary import Boundary
@@ -102,9 +102,13 @@ class RecordWriter:
             self._boundary.call("run record", lambda: file.append(row))
 
     def write_step(self, row: Step) -> None:
-        thinned = self._steps.add(row)
-        if thinned is not None:
-            self.write(thinned)
+        self.write_steps([row])
+
+    def write_steps(self, rows: Sequence[Step]) -> None:
+        thinned = [each for row in rows if (each := self._steps.add(row)) is not None]
+        if thinned and self.file is not None:
+            file = self.file
+            self._boundary.call("run record", lambda: file.extend(thinned))
 
     def write_experts(self, load: ExpertLoad) -> None:
         thinned = self._experts.add(load)

@@ -250,10 +250,17 @@ class _TokenSums:
         self.num_samples: int | None = start.num_samples if start is not None else 0
 
     def add(self, counts: TokenCounts) -> None:
-        self.num_tokens = _sum(self.num_tokens, counts.num_tokens)
-        self.num_non_padding_tokens = _sum(self.num_non_padding_tokens, counts.num_non_padding_tokens)
-        self.num_supervised_tokens = _sum(self.num_supervised_tokens, counts.num_supervised_tokens)
-        self.num_samples = _sum(self.num_samples, counts.num_samples)
+        # As _sum, whose calls would be a dozen a step.
+        tokens, real = counts.num_tokens, counts.num_non_padding_tokens
+        supervised, samples = counts.num_supervised_tokens, counts.num_samples
+        self.num_tokens = None if tokens is None or self.num_tokens is None else self.num_tokens + tokens
+        self.num_non_padding_tokens = (
+            None if real is None or self.num_non_padding_tokens is None else self.num_non_padding_tokens + real
+        )
+        self.num_supervised_tokens = (
+            None if supervised is None or self.num_supervised_tokens is None else self.num_supervised_tokens + supervised
+        )
+        self.num_samples = None if samples is None or self.num_samples is None else self.num_samples + samples
 
 
 class _StepSums:
@@ -501,7 +508,7 @@ class StepRecorder:
         return tuple(seconds for _, seconds in self._pauses.get(kind, ()))
 
     def _advance(self, to: float | None) -> float:
-        now = self._clock() if to is None else to
-        seconds = max(0.0, now - self.mark)
-        self._mark = self.mark + seconds
+        now, mark = self._clock() if to is None else to, self.mark
+        seconds = max(0.0, now - mark)
+        self._mark = mark + seconds
         return seconds

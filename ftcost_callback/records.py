@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from math import isfinite
 from typing import Any, ClassVar, Final, Literal, get_args
 
 SCHEMA_VERSION: Final = 1
@@ -44,7 +45,8 @@ class Row:
             value = getattr(self, name)
             if value is None:
                 continue
-            if type(value) is int or (value := _plain(value)) is not None:  # most are whole numbers: this is done each step
+            kind = type(value)  # most are numbers, which _plain is not asked about: this is done each step
+            if kind is int or (kind is float and isfinite(value)) or (value := _plain(value)) is not None:
                 row[name] = value
         return row
 

@@ -33,13 +33,14 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     """
     if not runs:
         raise CostModelError("no run to report on; give a run.jsonl or the output folder of a run")
-    page = render_report([read_series(path) for path in runs])
     out = Path(out)
+    if not out.parent.is_dir():
+        raise CostModelError(f"cannot write {out}: there is no folder {out.parent}; make it first")
+    page = render_report([read_series(path) for path in runs])
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise CostModelError(f"{out}: cannot be written: {error.strerror or error}") from None
+        raise CostModelError(f"cannot write {out}: {error.strerror or error}") from None
     return out
 
 

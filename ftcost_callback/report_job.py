@@ -159,7 +159,7 @@ def notes_html(run: ReportedRun) -> str:
         warnings = prediction.get("warnings")
         for warning in warnings if isinstance(warnings, list) else []:
             said = f"prediction: {warning}"
-            if said not in notes:
+            if said not in notes and str(warning) not in notes:
                 notes.append(said)
     if not notes:
         return ""

@@ -156,9 +156,9 @@ class _Reader:
             remarks.append(f"rows of unknown type were left out: {', '.join(sorted(self.foreign_types)[:5])}")
         if not run.sessions:
             remarks.append("there is no session row: job, device, price and versions are not known")
-        if self.earlier_run_ids:
+        if number := len(self.earlier_run_ids):
             remarks.append(
-                f"the file holds {len(self.earlier_run_ids)} earlier runs too "
+                f"the file holds {number} earlier run{'s' if number > 1 else ''} too "
                 f"({', '.join(self.earlier_run_ids[-5:])}); this is the latest"
             )
         run.remarks = remarks

@@ -46,12 +46,16 @@ def summary_text(row: Mapping[str, Any]) -> str:
         for name in BUCKETS
         if row[f"{name}_seconds"] >= 0.01 * row["wall_seconds"] > 0
     ]
+    if row.get("data_wait_seconds", 0.0) >= 0.01 * row["wall_seconds"] > 0:
+        shares.append(f"of the training {duration(row['data_wait_seconds'])} waiting for data")
+    if row.get("wasted_seconds"):
+        shares.append(f"of the training {duration(row['wasted_seconds'])} done twice or lost")
     rates = []
     if row.get("non_padding_tokens_per_second") is not None:
         number, of_sessions = row.get("num_sessions_in_rates"), ""
         if number is not None and number < (row.get("num_sessions") or 1):
             of_sessions = f" (last {'session' if number == 1 else f'{number} sessions'})"
-        rates.append(f"{row['non_padding_tokens_per_second']:,.0f} tokens/s{of_sessions}")
+        rates.append(f"{row['non_padding_tokens_per_second']:,.0f} tokens/s without padding{of_sessions}")
     if row.get("mfu") is not None:
         rates.append(f"MFU {percent(row['mfu'])}")
     predicted = []

@@ -145,7 +145,9 @@ class ReportedRun:
         """The note of the record that says why something is absent."""
         notes = self.series.session_value("notes")
         for note in notes if isinstance(notes, list) else []:
-            if any(word in str(note).lower() for word in words):
+            text = str(note).lower()
+            # A note on predicting names memory and cards too, and says nothing of why they were not measured.
+            if any(word in text for word in words) and ("predict" not in text or "predict" in words):
                 return str(note)
         return None
 

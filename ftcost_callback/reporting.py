@@ -60,6 +60,7 @@ def measured_of(
     processor_wait_fraction: float | None = None,
     median_step_seconds: float | None = None,
     predicted_gpu: str | None = None,
+    profiled_group_seconds: Mapping[str, float] | None = None,
 ) -> Measured:
     """What :func:`compare` holds against an estimate."""
     steps, replicas = standing.steps, standing.num_replicas
@@ -82,6 +83,7 @@ def measured_of(
         dataloader_num_workers=dataloader_num_workers,
         median_step_seconds=median_step_seconds,
         predicted_gpu=predicted_gpu,
+        profiled_group_seconds=profiled_group_seconds,
     )
 
 
@@ -248,7 +250,7 @@ def summary_of(
         }
         or None,
         verdict=standing.comparison.verdict,
-        status="stopped_at_budget" if stopped_at_budget else status,
+        status="stopped_at_budget" if stopped_at_budget and not finished else status,
     )
 
 

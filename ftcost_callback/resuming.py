@@ -94,10 +94,10 @@ def loop_identity(
         ledger = read_ledger(folder)
     except CostModelError as error:
         why = str(error)
-    record = _last_run(run_file)
     if checkpoint_dir is None:
+        record, why_none = _last_run(run_file)
         if record is None:
-            ledger, why = None, f"no run is recorded in {output_dir}"
+            ledger, why = None, why_none
         elif ledger is None or ledger.run_id != record.run_id:  # it was ended before its first ledger
             ledger = Ledger(run_id=record.run_id, session_index=-1, global_step=0, totals=Totals())
     if ledger is not None:
@@ -123,8 +123,14 @@ def loop_rank_identity(
     return rank_identity_after(ledger, rank, run_file)
 
 
-def _last_run(run_file: Path) -> RunRecord | None:
+def _last_run(run_file: Path) -> tuple[RunRecord | None, str]:
+    """(the record, why there is none)."""
+    if not run_file.exists():
+        return None, f"no run is recorded in {run_file.parent.parent}"
     try:
-        return read_run(run_file, all_ranks=False)
-    except (CostModelError, OSError):
-        return None
+        return read_run(run_file, all_ranks=False), ""
+    except CostModelError as error:
+        return None, str(error)
+    except Exception as error:
+        _log.debug("ftcost: the record was not read", exc_info=True)
+        return None, f"{run_file} cannot be read ({type(error).__name__}: {error})"

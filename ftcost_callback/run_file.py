@@ -8,10 +8,11 @@ readers take the last.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -41,6 +42,7 @@ FOLDER_NAME: Final = "_ftcost"  # the underscore keeps push_to_hub from publishi
 FILE_NAME: Final = "run.jsonl"
 LEDGER_NAME: Final = "ftcost_ledger.json"
 RANK_LEDGER_NAME: Final = "ftcost_ledger.rank{}.json"
+MAX_COUNT: Final = 2**53  # whole numbers beyond it are no steps and no sessions
 FULL_STEPS: Final = 50_000  # about 15 MB; a fine-tune rarely has more
 
 _RowType = TypeVar("_RowType", bound=Row)
@@ -91,9 +93,13 @@ class RunFile:
 
     def append(self, row: Row) -> None:
         """Keep one row for the next :meth:`flush`."""
+        self.extend([row])
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Keep rows for the next :meth:`flush`."""
         if self._descriptor is None:
             raise OSError(f"{self.path} is closed")
-        self._waiting.append(row)
+        self._waiting += rows
 
     def flush(self) -> None:
         """Hand the rows that wait to the operating system, where a kill cannot reach them."""
@@ -177,9 +183,21 @@ def _write_rows(descriptor: int, rows: list[Row], process_id: int) -> None:
     """Encode and write ``rows``, and empty the list; a forked child leaves its parent's rows alone."""
     if process_id != os.getpid():
         return
-    lines, rows[:] = [_encode(row.to_row()) + "\n" for row in rows], ()
-    if lines:
-        _write(descriptor, "".join(lines).encode())
+    if rows:
+        content, rows[:] = _lines(rows).encode(), ()
+        _write(descriptor, content)
+
+
+def _lines(rows: list[Row]) -> str:
+    """One JSON object a line. Steps that follow each other are encoded in one call, most of which is its beginning."""
+    lines = []
+    for is_step, group in itertools.groupby(rows, lambda row: type(row) is Step):
+        plain = [row.to_row() for row in group]
+        if is_step:  # numbers alone, so that this stands between two of them and nowhere else
+            lines.append(_encode(plain)[1:-1].replace("}, {", "}\n{"))
+        else:
+            lines += map(_encode, plain)
+    return "\n".join(lines) + "\n"
 
 
 def _write(descriptor: int, content: bytes) -> None:
@@ -254,12 +272,17 @@ def read_ledger(checkpoint_dir: str | os.PathLike[str], *, rank: int = 0) -> Led
         fields = json.loads(path.read_text(encoding="utf-8"))
         spending = {name: fields.get(name) for name in ("spent_usd", "energy_joules")}
         for name, value in [*fields["totals"].items(), *spending.items()]:
-            if value is not None and not is_number(value):
-                raise TypeError(f"{name} is {value!r}")
+            if value is not None and not (is_number(value) and value >= 0):
+                raise ValueError(f"{name} is {value!r}")
+        for name in ("session_index", "global_step"):
+            if type(fields[name]) is not int or not 0 <= fields[name] < MAX_COUNT:
+                raise ValueError(f"{name} is {fields[name]!r}")
+        if not isinstance(fields["run_id"], str):
+            raise TypeError(f"run_id is {fields['run_id']!r}")
         return Ledger(
-            run_id=str(fields["run_id"]),
-            session_index=int(fields["session_index"]),
-            global_step=int(fields["global_step"]),
+            run_id=fields["run_id"],
+            session_index=fields["session_index"],
+            global_step=fields["global_step"],
             totals=Totals.from_dict(fields["totals"]),
             spent_usd=fields.get("spent_usd"),
             energy_joules=fields.get("energy_joules"),
@@ -268,7 +291,7 @@ def read_ledger(checkpoint_dir: str | os.PathLike[str], *, rank: int = 0) -> Led
         )
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise CostModelError(f"{path} cannot be read as a ledger ({type(error).__name__}: {error})") from error
 
 
@@ -415,7 +438,7 @@ def _read_lines(file: Path) -> Iterator[Mapping[str, Any] | None]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # RecursionError: nested deeper than anything of ours
                 row = None
             yield row if isinstance(row, dict) and "type" in row else None
 

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.forward_counters import ForwardCounters
@@ -72,6 +72,8 @@ class StepResolution:
         self._awaits_batch = False
         self._counts_forwards = False
         counters.on_phase = self.phase_begins
+        counters.on_failed = self._forward_failed
+        self.any_forward = False  # of the step that is being done, failed ones too
         self.in_step = False  # between the begin and the end of a step
         self.last_step = 0
 
@@ -99,6 +101,7 @@ class StepResolution:
         self._data_wait = max(0.0, now - self._host_mark)
         self.in_step = True
         self.num_micro_batches = 0 if self._counts_forwards else 1
+        self.any_forward = False
         self._awaits_batch = awaits_batch
         self._phase_marks = []
         self._in_rollout = False
@@ -114,7 +117,11 @@ class StepResolution:
     def phase_begins(self, phase: Phase) -> None:
         """What runs from here to the next mark, or to the step's end. Never raises: it is called inside the forward."""
         if phase == "forward":
-            self._forward_begins()
+            self.num_micro_batches += self._counts_forwards
+            self.any_forward = True
+            if self._awaits_batch:
+                self._awaits_batch = False
+                self._data_wait = max(0.0, self._clock() - self._host_mark)
         if self._tells_phases and not self._in_rollout and not (self._is_cuda and self._is_captured()):
             try:
                 self._phase_marks.append((phase, self._mark()))
@@ -122,17 +129,16 @@ class StepResolution:
                 self._tells_phases = False
                 _log.debug("ftcost: phases are not told apart", exc_info=True)
 
+    def _forward_failed(self) -> None:
+        """Its batch is skipped, or training ends."""
+        self.num_micro_batches -= self._counts_forwards
+        self.phase_begins("other")
+
     def _is_captured(self) -> bool:
         """The user records a CUDA graph: an event of ours would end that with an error."""
         import torch
 
         return bool(torch.cuda.is_current_stream_capturing())
-
-    def _forward_begins(self) -> None:
-        self.num_micro_batches += self._counts_forwards
-        if self._awaits_batch:
-            self._awaits_batch = False
-            self._data_wait = max(0.0, self._clock() - self._host_mark)
 
     def rollout_begins(self) -> None:
         """What the step trains on is being generated, and then scored."""
@@ -156,7 +162,7 @@ class StepResolution:
                 tokens=self._counters.take_step(),
                 mark=self._mark(),
                 data_wait_seconds=self._data_wait,
-                num_micro_batches=max(1, self.num_micro_batches),
+                num_micro_batches=self.num_micro_batches or 1,
                 is_profiled=is_profiled,
                 phase_marks=marks,
             )
@@ -196,6 +202,9 @@ class StepResolution:
         # A device without an event clock of ours is only read where the Trainer reads it too.
         if not self._is_cuda and self._device.type != "cpu" and not wait:
             return None
+        if isinstance(self._step_clock, HostStepClock):  # whose marks are the times
+            step.phase_times = step.phase_marks
+            return cast(float, step.mark)
         ended_at = self._step_clock.ended_at
         for phase, mark in step.phase_marks[len(step.phase_times) :]:
             passed_at = ended_at(mark, wait=wait)

@@ -42,25 +42,38 @@ def _base_model(model: Any) -> Any:
 
 class _Trues:
     """As many as values of these tensors are true. Counted when the step ends, on a processor when it is read: some steps
-    together, where each costs a fraction of what it would in the middle of its forward."""
+    together, where each costs a fraction of what it would in the middle of its forward.
 
-    __slots__ = ("tensors",)
+    ``skips_first``: the first column of (rows, length) does not count.
+    """
 
-    def __init__(self, *tensors: Tensor) -> None:
+    __slots__ = ("_skips_first", "is_cpu", "is_cuda", "tensors")
+
+    def __init__(self, *tensors: Tensor, skips_first: bool = False) -> None:
         self.tensors = tensors
+        self._skips_first = skips_first
+        self.is_cpu = tensors[0].is_cpu
+        self.is_cuda = tensors[0].is_cuda
 
-    @property
-    def is_cpu(self) -> bool:
-        return self.tensors[0].is_cpu
+    def plus(self, other: _Trues) -> _Trues | Tensor:
+        if self._skips_first == other._skips_first:
+            return _Trues(*self.tensors, *other.tensors, skips_first=self._skips_first)
+        return self.count() + other.count()
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.tensors[0].is_cuda
+    def number(self) -> int:
+        """Of a processor's memory: few and light calls, since this is done for each step."""
+        number = 0
+        for each in self.tensors:
+            values = each.numpy()
+            number += (values[:, 1:] if self._skips_first else values).tobytes().count(1)
+        return number
 
     def count(self) -> Tensor:
         """0-dim, on the device."""
-        counts = [torch.count_nonzero(each) for each in self.tensors]
-        return counts[0] if len(counts) == 1 else torch.stack(counts).sum()
+        tensors = [each[:, 1:] for each in self.tensors] if self._skips_first else self.tensors
+        if len(tensors) == 1:
+            return torch.count_nonzero(tensors[0])
+        return torch.stack([torch.count_nonzero(each) for each in tensors]).sum()
 
 
 _Count: TypeAlias = "int | Tensor | _Trues | None"
@@ -70,13 +83,18 @@ def _counted(count: Any) -> Any:
     return count.count() if isinstance(count, _Trues) else count
 
 
-def _is_on_host(count: Any) -> bool:
-    return count is None or isinstance(count, int) or bool(count.is_cpu)
+def _number(count: Any) -> Any:
+    """Read from a processor's memory, where it is a tensor."""
+    if count is None or type(count) is int:
+        return count
+    if isinstance(count, _Trues):
+        return count.number()
+    return count.tolist() if isinstance(count, Tensor) else count  # int() would be one more operator
 
 
 def _sum(first: Any, second: Any) -> Any:
     if isinstance(first, _Trues) and isinstance(second, _Trues):
-        return _Trues(*first.tensors, *second.tensors)
+        return first.plus(second)
     return _counted(first) + _counted(second)
 
 
@@ -108,8 +126,11 @@ class PendingTokens:
         self._on_gpu: tuple[str, ...] = ()
         if counts is None:
             return
-        if _is_on_host(counts.num_supervised_tokens) and _is_on_host(counts.num_non_padding_tokens):
-            return  # and so are the others, which come from the tensors of these
+        supervised, real = counts.num_supervised_tokens, counts.num_non_padding_tokens
+        if (supervised is None or isinstance(supervised, int) or supervised.is_cpu) and (
+            real is None or isinstance(real, int) or real.is_cpu
+        ):
+            return  # on the host, and so are the others, which come from the tensors of these
         known: dict[str, Any] = {name: _counted(getattr(counts, name)) for name in _COUNTS}  # may be read much later
         for name, count in known.items():
             setattr(counts, name, count)
@@ -121,15 +142,21 @@ class PendingTokens:
 
     def read(self) -> TokenCounts:
         """The counts. On a GPU only after an event recorded behind the copy has passed."""
-        if self._counts is None:
+        counts = self._counts
+        if counts is None:
             return TokenCounts()
-        values: dict[str, Any] = {name: getattr(self._counts, name) for name in _COUNTS}
         if self._on_gpu:
-            values |= zip(self._on_gpu, self._copied.tolist(), strict=True)
-        for name, value in values.items():
-            if isinstance(value, (Tensor, _Trues)):
-                values[name] = _counted(value).tolist()  # of a processor's memory; int() would be one more operator
-        return TokenCounts(**values)
+            for name, value in zip(self._on_gpu, self._copied.tolist(), strict=True):
+                setattr(counts, name, value)
+            self._on_gpu = ()
+        return TokenCounts(
+            num_tokens=_number(counts.num_tokens),
+            num_non_padding_tokens=_number(counts.num_non_padding_tokens),
+            num_supervised_tokens=_number(counts.num_supervised_tokens),
+            num_samples=_number(counts.num_samples),
+            longest_sequence_tokens=_number(counts.longest_sequence_tokens),
+            sum_squared_sequence_tokens=_number(counts.sum_squared_sequence_tokens),
+        )
 
 
 class _MicroBatch:
@@ -153,8 +180,8 @@ class _MicroBatch:
         self.num_tokens = self.num_non_padding_tokens = rows * length
         self.num_samples, self.longest_sequence_tokens = rows, length
         self.sum_squared_sequence_tokens = rows * length * length
-        if forward.padding_mask is not None and forward.real_tokens is not None:
-            self.num_non_padding_tokens = _Trues(forward.real_tokens)
+        if forward.padding_mask is not None and (real := forward.real_tokens) is not None:
+            self.num_non_padding_tokens = _Trues(real)
         if rule == "decoder":
             self._add_decoder(forward)
         if forward.padding_mask is not None or rule == "decoder":
@@ -192,19 +219,18 @@ class _MicroBatch:
 
 def _supervised(forward: TrainingForward, rule: LabelRule) -> _Trues | None:
     """Positions that enter the loss."""
-    shifted = forward.tensor("shift_labels")
-    if shifted is not None:
+    arguments = forward.arguments
+    shifted = arguments.get("shift_labels")
+    if isinstance(shifted, Tensor):
         return _Trues(shifted != IGNORED_LABEL)
-    labels = forward.tensor("labels")
-    return _supervised_by(labels, rule) if labels is not None else None
+    labels = arguments.get("labels")
+    return _supervised_by(labels, rule) if isinstance(labels, Tensor) else None
 
 
 def _supervised_by(labels: Tensor, rule: LabelRule) -> _Trues | None:
     if labels.dim() != 2 or labels.is_floating_point():
         return None
-    if rule == "shifted":
-        labels = labels[:, 1:]
-    return _Trues(labels != IGNORED_LABEL)
+    return _Trues(labels != IGNORED_LABEL, skips_first=rule == "shifted")
 
 
 def _rows_of_any_tensor(forward: TrainingForward) -> int | None:
@@ -224,7 +250,8 @@ class TokenCounter:
     def __init__(self, rule: LabelRule, *, use_num_items_in_batch: bool = True) -> None:
         self._rule = rule
         self._use_num_items_in_batch = use_num_items_in_batch
-        self._step: _MicroBatch | None = None  # the micro-batches since the last step
+        self._step: _MicroBatch | None = None  # the micro-batches since the last step, without the latest
+        self._latest: _MicroBatch | None = None  # which may still fail
         self._num_items: Any = None
         self._labels: Sequence[Tensor] = ()
         self.saw_forward = False
@@ -232,13 +259,21 @@ class TokenCounter:
     def open_forward(self, forward: TrainingForward) -> None:
         """Count one training forward. Only whole numbers are touched, which carry no gradient."""
         self.saw_forward = True
-        counts = _MicroBatch(forward, self._rule)
-        if self._step is None:
-            self._step = counts
-        else:
-            self._step.add(counts)
+        self._add_latest()
+        self._latest = _MicroBatch(forward, self._rule)
         if self._use_num_items_in_batch:
             self._num_items = forward.arguments.get("num_items_in_batch", self._num_items)
+
+    def _add_latest(self) -> None:
+        latest, self._latest = self._latest, None
+        if self._step is None:
+            self._step = latest
+        elif latest is not None:
+            self._step.add(latest)
+
+    def drop_forward(self) -> None:
+        """The forward opened last failed: forget what was counted of it."""
+        self._latest = None
 
     def labels_seen(self, labels: Sequence[Tensor]) -> None:
         """Those of all micro-batches since the last step: for a model whose loss is computed outside it."""
@@ -246,13 +281,14 @@ class TokenCounter:
 
     def drop(self) -> None:
         """Forget what was counted since the last step (a step that was broken off)."""
-        self._step = self._num_items = None
+        self._step = self._latest = self._num_items = None
         self._labels = ()
 
     def take_step(self) -> PendingTokens:
         """The counts since the last call."""
+        self._add_latest()
         step, num_items, labels = self._step, self._num_items, self._labels
-        self.drop()
+        self._step, self._num_items, self._labels = None, None, ()
         if step is None:
             return PendingTokens()
         if step.num_supervised_tokens is None and num_items is not None:

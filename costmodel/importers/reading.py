@@ -89,6 +89,18 @@ class ImportedJob:
         )
 
     @property
+    def most_samples(self) -> str | None:
+        """A sentence on the samples that the tool trains on at most, where the data set itself is not counted."""
+        if not self.max_samples:
+            return None
+        number = self.max_samples * self.num_datasets
+        each = f" of each of {self.num_datasets} data sets" if self.num_datasets > 1 else ""
+        return (
+            f"{self.where} takes {self.max_samples:,} samples{each} at most, and its data is not counted: give "
+            f"--num-samples {number} for the most that it may cost, or --dataset"
+        )
+
+    @property
     def all_warnings(self) -> tuple[str, ...]:
         """``warnings``, and the unknown keys in one sentence."""
         if not self.unknown:

@@ -13,8 +13,10 @@ from typing import Any, Final, TextIO
 
 from costmodel.units import GIB
 from ftcost_callback.records import Budget, Prediction, Session, Summary, Window
+from ftcost_callback.report_numbers import gib
 
 PREFIX: Final = "ftcost: "
+WITHOUT_PADDING: Final = "without padding"
 
 
 class ConsoleSink:
@@ -37,6 +39,7 @@ class ConsoleSink:
             self.prediction(prediction)
         for note in session.notes or []:
             if note not in self._said:
+                self._said.add(note)
                 self._write(note)
 
     def prediction(self, prediction: Prediction) -> None:
@@ -46,6 +49,10 @@ class ConsoleSink:
             self._write(prediction_line(prediction))
         if missing is not None:
             self._said.add(missing)
+        for warning in [] if missing is not None else warnings_to_say(prediction):
+            if warning not in self._said:
+                self._said.add(warning)
+                self._write(warning)
 
     def log(self, window: Window, extra: Mapping[str, Any]) -> None:
         line = window_line(window)
@@ -93,6 +100,7 @@ def notebook_display() -> Any:
 def prediction_line(prediction: Prediction) -> str:
     """What the run was predicted to take; where that is not known, what is missing."""
     basis = "predicted" if prediction.basis == "before" else "predicted on the tokens seen"
+    basis += ", calibrated" if prediction.estimate.get("calibration") else ""
     figures = prediction_figures(prediction)
     return f"{basis}: {', '.join(figures)}" if figures else f"not {basis}: {what_is_missing(prediction)}"
 
@@ -105,6 +113,12 @@ def what_is_missing(prediction: Prediction) -> str:
         known = [each for each in warnings if each.startswith(("trained on a CPU", "no gpu is given"))]
         return known[0] if known else "no GPU is known; name one, gpu='H100 SXM' (say)"
     return "; ".join(warnings) or "the estimate gives no reason"
+
+
+def warnings_to_say(prediction: Prediction) -> list[str]:
+    """Why a calibration that was asked for is not used; the others stand in the report."""
+    warnings = [str(each) for each in prediction.estimate.get("warnings") or []]
+    return [each for each in warnings if each.startswith(("calibration auto", "the calibration"))]
 
 
 def prediction_figures(prediction: Prediction) -> list[str]:
@@ -120,9 +134,12 @@ def prediction_figures(prediction: Prediction) -> list[str]:
         parts.append(f"{_seconds(answer['step_seconds'])} a step")
     memory = answer.get("memory") or {}
     if memory.get("peak_device_bytes") is not None:
-        of = f" of {memory['capacity_bytes'] / GIB:.1f}" if memory.get("capacity_bytes") else ""
+        peak, capacity = memory["peak_device_bytes"], memory.get("capacity_bytes")
         verdict = f" ({str(answer['verdict']).replace('_', ' ')})" if answer.get("verdict") else ""
-        parts.append(f"peak {memory['peak_device_bytes'] / GIB:.1f}{of} GiB{verdict}")
+        if capacity and peak >= GIB:  # one unit for both
+            parts.append(f"peak {peak / GIB:.1f} of {capacity / GIB:.1f} GiB{verdict}")
+        else:
+            parts.append(f"peak {gib(peak)}" + (f" of {gib(capacity)}" if capacity else "") + verdict)
     return parts
 
 
@@ -142,11 +159,10 @@ def window_line(window: Window) -> str | None:
         parts.append(spent)
     if window.remaining_seconds is not None:
         parts.append(f"{duration(window.remaining_seconds)} left")
-    rate = window.non_padding_tokens_per_second
-    if rate is None:
-        rate = window.tokens_per_second
-    if rate is not None:
-        parts.append(f"{rate:,.0f} tokens/s")
+    if window.non_padding_tokens_per_second is not None:
+        parts.append(f"{window.non_padding_tokens_per_second:,.0f} tokens/s {WITHOUT_PADDING}")
+    elif window.tokens_per_second is not None:
+        parts.append(f"{window.tokens_per_second:,.0f} tokens/s")
     elif window.samples_per_second is not None:
         parts.append(f"{window.samples_per_second:.3g} samples/s")
     if window.mfu is not None:
@@ -164,11 +180,15 @@ def window_line(window: Window) -> str | None:
 def budget_line(budget: Budget) -> str:
     """Which threshold was crossed, where, and what happens."""
     amount = dollars if budget.kind == "usd" else _hours
-    line = f"budget {amount(budget.limit)}: "
+    limit = amount(budget.limit)
     if budget.threshold == "projected" and budget.projected is not None:
-        line += f"the run is heading for {amount(budget.projected)}"
+        projected = amount(budget.projected)
+        if projected == limit:
+            unit = "${:,.6g}" if budget.kind == "usd" else "{:.6g} h"
+            limit, projected = unit.format(budget.limit), unit.format(budget.projected)
+        line = f"budget {limit}: the run is heading for {projected}"
     else:
-        line += f"{budget.threshold} used"
+        line = f"budget {limit}: {budget.threshold} used"
     line += f" ({amount(budget.spent)} spent at step {budget.global_step})"
     return line + ("; saving and stopping" if budget.action == "stopped" else "")
 
@@ -196,18 +216,21 @@ def summary_lines(summary: Summary, num_processes: int = 1) -> list[str]:
     if summary.data_wait_seconds >= 0.01 * summary.wall_seconds > 0:
         shares.append(f"of the training {duration(summary.data_wait_seconds)} waiting for data")
     if summary.wasted_seconds:
-        shares.append(f"{duration(summary.wasted_seconds)} done twice or lost")
+        shares.append(f"of the training {duration(summary.wasted_seconds)} done twice or lost")
     if shares:
         lines.append(", ".join(shares))
     facts = []
     if summary.num_non_padding_tokens is not None:
-        facts.append(f"{about}{summary.num_non_padding_tokens:,} tokens")
+        facts.append(f"{about}{summary.num_non_padding_tokens:,} tokens {WITHOUT_PADDING}")
     if summary.non_padding_tokens_per_second is not None:
-        facts.append(f"{about}{summary.non_padding_tokens_per_second:,.0f} tokens/s{rates_of(summary)}")
+        # Said once: the two stand side by side.
+        which = "" if summary.num_non_padding_tokens is not None else f" {WITHOUT_PADDING}"
+        facts.append(f"{about}{summary.non_padding_tokens_per_second:,.0f} tokens/s{which}{rates_of(summary)}")
     if summary.mfu is not None:
         facts.append(f"MFU {summary.mfu:.1%}")
     if summary.peak_allocated_bytes is not None:
-        facts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB allocated")
+        peak = summary.peak_allocated_bytes
+        facts.append(f"peak {f'{peak / GIB:.2f} GiB' if peak >= GIB else gib(peak)} allocated")
     if facts:
         lines.append(", ".join(facts))
     if summary.verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +136,13 @@ def test_what_is_said_on_a_gpu() -> None:
         "dry run of 20 steps: the longest batch first",
         "peak memory over the steps: 12.00 GiB allocated (predicted 11.00 GiB), 14.00 GiB reserved",
         "the whole run of 1,500 steps: 5 h 07 min (5 h 00 min to 5 h 15 min), $12.30 ($12.00 to $12.60)",
-        "the band is wide: no save pause measured yet",
+        "not certain yet: no save pause measured yet",
     ]
+    wide = dataclasses.replace(projection, projected_total_seconds_high=25000.0)
+    assert lines(SUMMARY, wide)[-1] == "the band is wide: no save pause measured yet"
 
 
 def test_what_is_said_when_the_end_is_not_known_or_loading_needed_more() -> None:
-    import dataclasses
-
     hidden = dataclasses.replace(SUMMARY, peak_allocated_bytes=None)
     assert lines(hidden, Projection(notes=("the number of steps is not known",)), max_steps=None)[1:] == [
         "peak memory over the steps: below 13.00 GiB, which loading needed",

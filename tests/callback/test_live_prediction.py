@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from tiny_runs import tiny_llama
 
+from ftcost_callback import FTCostCallback
 from ftcost_callback.live_prediction import UNDESCRIBED_CPU, LivePrediction
 from ftcost_callback.recorder import StepAggregate
 from ftcost_callback.session_plan import Settings
@@ -43,3 +45,54 @@ def test_a_card_that_is_asked_for_or_not_known_has_its_memory_predicted(gpu: str
     assert notes == []
     assert prediction.first is not None
     assert prediction.first.estimate["memory"]["context_bytes"] > 0
+
+
+def test_without_max_length_the_reason_is_the_device_or_when_one_comes() -> None:
+    """A CPU has no prediction with it either; elsewhere the tokens seen stand in for it."""
+    job = {name: value for name, value in JOB.items() if name != "max_length"}
+    notes: list[str] = []
+    LivePrediction(Settings(), job, on_cpu=True).predict(0, notes)
+    assert notes == [UNDESCRIBED_CPU]
+    notes.clear()
+    prediction = LivePrediction(Settings(), {**job, "gpu": "H100 SXM"})
+    prediction.predict(0, notes)
+    assert len(notes) == 1
+    assert notes[0].startswith("no prediction before step 20 (then on the tokens seen): max_length is required")
+    assert prediction.first is None
+    again = prediction.predict_again(20, STEPS)
+    assert again is not None
+    assert again.estimate["step_seconds"] > 0
+    notes.clear()
+    LivePrediction(Settings(), {**job, "gpu": "no such card"}).predict(0, notes)
+    assert notes[0].startswith("no prediction: ")
+
+
+def test_lengths_that_could_not_be_read_are_said() -> None:
+    notes: list[str] = []
+    job = {name: value for name, value in JOB.items() if name != "lengths"}
+    prediction = LivePrediction(Settings(), {**job, "gpu": "H100 SXM"})
+    prediction.predict(0, notes)
+    assert len(notes) == 1
+    assert "the data set's lengths could not be read" in notes[0]
+    assert prediction.first is not None
+    assert prediction.first.estimate["step_seconds"] is None
+
+
+def test_the_hint_for_a_cpu_names_a_card_that_the_callback_takes() -> None:
+    (card,) = re.findall(r"gpu='([^']*)' \(say\)", UNDESCRIBED_CPU)
+    FTCostCallback(gpu=card)
+
+
+def test_a_start_up_that_was_measured_replaces_the_rule_of_thumb() -> None:
+    prediction = LivePrediction(Settings(), {**JOB, "gpu": "H100 SXM", "max_steps": 100, "usd_per_gpu_hour": 3600.0})
+    assumed, measured = prediction.predict_again(20, STEPS), prediction.predict_again(20, STEPS, startup_seconds=5.98)
+    assert assumed is not None
+    assert measured is not None
+    before, after = assumed.estimate, measured.estimate
+    assert after["startup_seconds"] == 5.98
+    difference = before["startup_seconds"] - 5.98
+    assert difference > 1
+    for kind, factor in (("", 1.0), ("_low", 0.5), ("_high", 2.0)):  # the band halves and doubles only what is assumed
+        moved = factor * before["startup_seconds"] - 5.98
+        assert before[f"total_seconds{kind}"] - after[f"total_seconds{kind}"] == pytest.approx(moved)
+        assert after[f"total_usd{kind}"] == pytest.approx(after[f"total_seconds{kind}"])  # a dollar a second

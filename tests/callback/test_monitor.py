@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostMonitor
-from ftcost_callback.run_file import read_run
+from ftcost_callback.run_file import read_run, run_file_path
 from ftcost_callback.sinks import InMemorySink
 
 BATCH_SECONDS, FORWARD_SECONDS, BACKWARD_SECONDS, OPTIMIZER_SECONDS, EVAL_SECONDS = 0.25, 1.0, 3.0, 5.0, 10.0
@@ -150,6 +150,20 @@ def test_a_budget_stops_the_loop(tmp_path: Path, fake_clock: FakeClock) -> None:
     assert record.budgets[-1].action == "stopped"
 
 
+def test_a_budget_spent_by_the_last_step_leaves_the_run_finished(tmp_path: Path, fake_clock: FakeClock) -> None:
+    loop = Loop(
+        fake_clock, tmp_path, num_epochs=1, usd_per_gpu_hour=3600.0, budget_usd=52.0, stop_at_budget=True,
+        billing_started_at=1e18,
+    )  # fmt: skip
+    with loop.monitor:
+        loop.train()
+    record = read_run(tmp_path)
+    assert record.summary is not None
+    assert record.summary.global_step == 6
+    assert record.summary.status == "finished"
+    assert record.budgets[-1].threshold == "100 %"
+
+
 STEP_SECONDS = BATCH_SECONDS + FORWARD_SECONDS + BACKWARD_SECONDS + OPTIMIZER_SECONDS
 
 
@@ -217,18 +231,24 @@ def test_a_loop_goes_on_elsewhere_by_the_ledger_beside_its_checkpoint(tmp_path: 
     assert summary.spent_usd == pytest.approx((4 * STEP_SECONDS + 2.0) + 2 * 6 * STEP_SECONDS)  # each at its own price
 
 
-@pytest.mark.parametrize("recorded", ["nothing", "another run"])
+@pytest.mark.parametrize("recorded", ["nothing", "another run", "no session", "nested deep"])
 def test_a_step_that_no_record_reaches_begins_a_run_and_says_so(
     tmp_path: Path, fake_clock: FakeClock, recorded: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if recorded == "another run":
         stopped_after_six_of_twelve(fake_clock, tmp_path)
+    elif recorded != "nothing":
+        run_file_path(tmp_path).parent.mkdir()
+        line = '{"type": "step"}' if recorded == "no session" else "[" * 100_000
+        run_file_path(tmp_path).write_text(f"{line}\n", encoding="utf-8")
     loop = Loop(fake_clock, tmp_path, num_steps=12, start_step=8)
     with loop.monitor:
         loop.train()
     record = read_run(tmp_path)
     assert [session.resumed_from_step for session in record.sessions] == [8]
-    said = "no run is recorded in" if recorded == "nothing" else "did not reach"
+    said = {"nothing": "no run is recorded in", "another run": "did not reach"}.get(
+        recorded, "run.jsonl is no ftcost run record (it holds no session row)"
+    )
     assert [note for note in record.sessions[0].notes or [] if said in note and "begin here" in note]
     assert "goes on from step 8" in caplog.text
     assert record.summary is not None
@@ -435,7 +455,88 @@ def test_a_program_that_ends_inside_the_profilers_window_ends_as_without_us(tmp_
     assert len(read_run(tmp_path).steps) == 1
 
 
+@pytest.mark.parametrize(
+    ("launched", "rank_files"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, ["run.rank1.jsonl"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["run.jsonl"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["run.jsonl"]),  # a cluster's, of machines
+        ({"RANK": "1", "WORLD_SIZE": "two", "LOCAL_RANK": "1"}, ["run.jsonl"]),
+    ],
+)
+def test_processes_that_nothing_joins_write_a_file_each_and_it_is_said(
+    tmp_path: Path,
+    fake_clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+    launched: dict[str, str],
+    rank_files: list[str],
+) -> None:
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    loop = Loop(fake_clock, tmp_path, num_epochs=1)
+    with loop.monitor:
+        loop.train()
+    assert [path.name for path in sorted(tmp_path.rglob("*.jsonl"))] == rank_files
+    if rank_files == ["run.jsonl"]:
+        session = read_run(tmp_path).sessions[0]
+        is_said = any(
+            "2 processes were launched (WORLD_SIZE) and nothing joins them" in note for note in session.notes or ()
+        )
+        assert is_said == ("LOCAL_RANK" in launched and launched["WORLD_SIZE"] == "2")
+        assert session.num_processes == (2 if is_said else None)
+
+
 def test_a_step_outside_of_the_context_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     monitor = FTCostMonitor(torch.nn.Linear(2, 2), sinks=[])
     assert [monitor.step(), monitor.step()] == [False, False]
     assert len([message for message in caplog.messages if "outside of the context measures nothing" in message]) == 1
+
+
+def test_a_monitor_is_entered_once_at_a_time(tmp_path: Path, fake_clock: FakeClock) -> None:
+    loop = Loop(fake_clock, tmp_path, model=tiny_mixtral(), num_epochs=1)
+    before = num_hooks(loop.model)
+    with loop.monitor:
+        with pytest.raises(CostModelError, match="measures a loop already; leave its context first"), loop.monitor:
+            pass
+        loop.train()
+    assert num_hooks(loop.model) == before
+    assert read_run(tmp_path).last_step == 6
+    with loop.monitor:  # one after the other is a run each
+        loop.train()
+    assert num_hooks(loop.model) == before
+    assert len(read_run(tmp_path).steps) == 6
+
+
+@pytest.mark.parametrize("family", [tiny_llama, tiny_mixtral])
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_batch_that_is_skipped_because_its_forward_failed_counts_nowhere(
+    tmp_path: Path, fake_clock: FakeClock, watch: bool, family: Callable[[], Any]
+) -> None:
+    loop = Loop(fake_clock, tmp_path, model=family(), num_epochs=1, report_every_steps=1)
+    fails = [False]
+
+    def boom(module: Any, args: Any) -> None:
+        if fails[0]:
+            raise RuntimeError("no")
+
+    loop.model.model.layers[1].register_forward_pre_hook(boom)  # the first layer's experts have been chosen
+    kept = []
+    with loop.monitor as monitor:
+        for place, batch in enumerate(monitor.watch(loop.loader) if watch else loop.loader):
+            fails[0] = place in (0, 3)
+            try:
+                loop.model(**batch).loss.backward()
+            except RuntimeError:
+                continue
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            monitor.step(batch)
+            kept.append((batch["input_ids"].numel(), int(batch["attention_mask"].sum())))
+    record = read_run(tmp_path)
+    assert [(step.num_tokens, step.num_non_padding_tokens) for step in record.steps] == kept
+    assert [step.num_micro_batches for step in record.steps] == [1] * 4
+    if family is tiny_mixtral:
+        assert {load.status for load in record.expert_loads} == {"recorded"}
+        for layer in range(2):
+            of_layer = sum(sum((load.tokens_per_expert or [])[layer]) for load in record.expert_loads)
+            assert of_layer == 2 * sum(real for _, real in kept)

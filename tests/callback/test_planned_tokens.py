@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def test_each_step_of_each_epoch(drop_last: bool, accumulation: int, padded: lis
         assert plan.mean_to_come(0, 8) is None  # nothing seen yet says which law it is
         for step in range(1, 8):
             plan.seen(step, tokens[step - 1])
-            if step >= 4:  # the fourth step tells the laws apart where its batch has but one row, at the latest
-                assert plan.mean_to_come(step, 8) == sum(tokens[step:8]) / (8 - step)
+            if step >= 4:  # each row has been seen
+                assert plan.mean_to_come(step, 8) == (sum(tokens[step:8]) / (8 - step), 0)
         assert plan.mean_to_come(8, 8) is None
 
 
@@ -50,11 +51,85 @@ def test_each_step_of_each_epoch(drop_last: bool, accumulation: int, padded: lis
 def test_one_step_with_other_tokens_ends_the_certainty(wrong: int | None) -> None:
     plan = planned(loader_of(SequentialSampler(ROWS)))
     assert plan is not None
-    plan.seen(1, 10)
-    assert plan.mean_to_come(1, 8) == (16 + 18 + 1 + 10 + 16 + 18 + 1) / 7
-    plan.seen(2, wrong)
-    plan.seen(3, 18)
-    assert plan.mean_to_come(3, 8) is None
+    for step, tokens in enumerate((10, 16, 18, 1), start=1):
+        plan.seen(step, tokens)
+    assert plan.mean_to_come(4, 8) == ((10 + 16 + 18 + 1) / 4, 0)
+    plan.seen(5, wrong)
+    plan.seen(6, 16)
+    assert plan.mean_to_come(6, 8) is None
+
+
+def of_lengths(lengths: Sequence[int], *, max_length: int | None = None, rows: int = 2) -> PlannedTokens:
+    """One epoch in the data set's order, each step a micro-batch of ``rows``."""
+    return PlannedTokens(lengths, range(0, len(lengths) + 1, rows), rows, max_length=max_length)
+
+
+def told(plan: PlannedTokens, tokens: Sequence[int]) -> list[tuple[float, float] | None]:
+    """What is said after each step but the last."""
+    says = []
+    for step, of_step in enumerate(tokens[:-1], start=1):
+        plan.seen(step, of_step)
+        says.append(plan.mean_to_come(step, len(tokens)))
+    return says
+
+
+def padded(lengths: Sequence[int], *, at_most: int = 10**9, multiple: int = 1, at_least: int = 0) -> list[int]:
+    longest = [min(max(pair), at_most) for pair in zip(lengths[::2], lengths[1::2], strict=True)]
+    return [2 * max(at_least, -(-each // multiple) * multiple) for each in longest]
+
+
+COLLATORS: list[Any] = [
+    pytest.param([4] * 20 + [60] * 80, {"at_most": 16}, id="cuts the long rows at the end"),
+    pytest.param([4] * 8 + [40] * 8, {"at_most": 16}, id="cuts, a short run"),
+    pytest.param([4] * 60 + [100] * 100, {"at_most": 16}, id="cuts after many steps"),
+    pytest.param([8, 16, 8, 16, 9, 17, 3, 5] * 2, {"multiple": 8}, id="pads to a multiple that the first rows are"),
+    pytest.param([64, 128, 32, 96, 16, 80] + [9, 5] * 20, {"multiple": 16}, id="pads to 16"),
+    pytest.param([100] * 20 + [7] * 60, {"at_least": 100}, id="pads all to the longest, which comes first"),
+    pytest.param([100] * 20 + [7] * 60, {}, id="pads to the batch's longest, short ones last"),
+    pytest.param([4] * 80 + [100] * 80, {}, id="cuts nothing, long ones last"),
+    pytest.param([8] * 22 + [30] * 2, {}, id="one long row"),
+    pytest.param([30 + 7 * place % 41 for place in range(200)], {"at_most": 69}, id="cuts a few"),
+]
+
+
+@pytest.mark.parametrize(("lengths", "collator"), COLLATORS)
+def test_what_is_said_holds_whatever_the_collator_does(lengths: list[int], collator: dict[str, int]) -> None:
+    tokens = padded(lengths, **collator)
+    for step, says in enumerate(told(of_lengths(lengths), tokens), start=1):
+        if says is not None:
+            mean, off = says
+            assert abs(mean - sum(tokens[step:]) / (len(tokens) - step)) <= off + 1e-9
+            assert off <= 0.1 * mean
+
+
+def test_nothing_is_said_of_rows_longer_or_shorter_than_those_seen() -> None:
+    for lengths in ([4] * 20 + [60] * 80, [100] * 20 + [7] * 80):
+        assert told(of_lengths(lengths), padded(lengths))[:10] == [None] * 10
+
+
+def test_once_the_longest_and_the_shortest_were_seen_the_rest_is_certain() -> None:
+    lengths = [4, 5, 60, 3, 9, 8] + [4, 20] * 30
+    tokens = padded(lengths)
+    says = told(of_lengths(lengths), tokens)
+    assert says[:2] == [None, None]
+    assert says[2:] == [(sum(tokens[step:]) / (33 - step), 0) for step in range(3, 33)]
+
+
+def test_a_known_max_length_is_a_part_of_the_law() -> None:
+    """As ``FTCostMonitor(max_length=16)`` says, over a collator that cuts there."""
+    lengths = [4, 3] * 10 + [60] * 80
+    tokens = padded(lengths, at_most=16)
+    says = told(of_lengths(lengths, max_length=16), tokens)
+    assert says[2:] == [(sum(tokens[step:]) / (50 - step), 0) for step in range(3, 50)]
+
+
+def test_even_lengths_leave_a_small_range() -> None:
+    """Padding to a multiple of 2 would give the same tokens so far, and hardly others."""
+    lengths = [100, 40, 160, 20, 300, 300, 18, 16] + [101, 99] * 20
+    tokens = padded(lengths)
+    says = told(of_lengths(lengths), tokens)
+    assert says[3] == (pytest.approx(202), pytest.approx(2))  # 102 in place of 101
+    assert says[4] == (pytest.approx(202), 0)
 
 
 def test_accelerates_order_is_drawn_beside_it_and_no_random_state_moves() -> None:
@@ -71,7 +146,7 @@ def test_accelerates_order_is_drawn_beside_it_and_no_random_state_moves() -> Non
     tokens = [len(each) * max(each) for order in lengths for each in (order[0:2], order[2:4], order[4:6], order[6:])]
     for step in range(1, 5):
         plan.seen(step, tokens[step - 1])
-    assert plan.mean_to_come(4, 8) == sum(tokens[4:]) / 4
+    assert plan.mean_to_come(4, 8) == (sum(tokens[4:]) / 4, pytest.approx(0, abs=1))
 
 
 class Described(list[Any]):
@@ -100,7 +175,7 @@ def test_a_trainers_steps_are_foreseen(tmp_path: Path, accumulation: int) -> Non
 
     def trained(max_steps: int, **resume: Any) -> Any:
         measuring = FTCostCallback(sinks=[], predict=False)
-        seen: list[tuple[int, float | None]] = []
+        seen: list[tuple[int, tuple[float, float] | None]] = []
         trainer = tiny_trainer(
             tmp_path, [measuring], model=tiny_llama(), train_dataset=listed_rows(), data_collator=pad_right,
             max_steps=8, logging_steps=1, save_strategy="steps", save_steps=3, gradient_accumulation_steps=accumulation,
@@ -120,8 +195,9 @@ def test_a_trainers_steps_are_foreseen(tmp_path: Path, accumulation: int) -> Non
     second = trained(8, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     last: dict[int, int] = {step.global_step: step.num_tokens or 0 for step in read_run(tmp_path).steps}
     assert sorted(last) == list(range(1, 9))
-    told = [(step, mean) for step, mean in first + second if step < 8]
-    assert all(mean is not None for _, mean in told[1:])
-    for step, mean in told:
-        if mean is not None:
-            assert mean == sum(last[each] for each in range(step + 1, 9)) / (8 - step)
+    said = [(step, says) for step, says in first + second if step < 8]
+    assert [step for step, says in said if says is not None]  # once enough has been seen
+    for step, says in said:
+        if says is not None:
+            mean, off = says
+            assert abs(mean - sum(last[each] for each in range(step + 1, 9)) / (8 - step)) <= off + 1e-9

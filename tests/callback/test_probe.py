@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from costmodel.specs import parse_gpu
 from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS
 from ftcost_callback import FTCostCallback
 from ftcost_callback.cli import app
-from ftcost_callback.probe import _half_size, probe, probe_cpu
+from ftcost_callback.probe import _half_size, _quiet, probe, probe_cpu
 
 
 def ticking(seconds: float) -> Callable[[], float]:
@@ -143,3 +144,13 @@ def test_the_command_stores_what_the_callback_then_uses(
     assert run(["probe", "--device", "cpu", "--out", str(tmp_path / "mine.json")], application=app) == 0
     assert capsys.readouterr().err.strip().endswith(f"use it with --gpu probe:{tmp_path / 'mine.json'}")
     assert FTCostCallback(gpu=f"probe:{tmp_path / 'mine.json'}")._settings.gpu == used
+
+
+def test_a_quiet_import_shows_errors_alone_and_only_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("some.library")
+    with caplog.at_level(logging.INFO):
+        with _quiet("some.library"):
+            logger.warning("install more")
+            logger.error("broken")
+        logger.warning("said again")
+    assert [each.getMessage() for each in caplog.records] == ["broken", "said again"]

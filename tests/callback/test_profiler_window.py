@@ -15,6 +15,7 @@ from tiny_runs import MOE_FACTORIES, TokenRows, num_hooks, pad_right, tiny_llama
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback
+from ftcost_callback.comparison import Comparison, Measured
 from ftcost_callback.profiler_window import ProfilerWindow, union_seconds
 from ftcost_callback.records import Profile
 from ftcost_callback.run_file import read_run
@@ -220,6 +221,18 @@ def test_profiled_steps_are_in_the_record_and_left_out_of_speed(tmp_path: Path) 
     assert summary is not None
     kept = [record.steps[place].step_seconds for place in (1, 4, 5)]
     assert summary.step_seconds_mean == pytest.approx(sum(kept) / 3)
+
+
+def test_the_verdict_knows_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Measured] = []
+    monkeypatch.setattr(
+        "ftcost_callback.live_report.compare", lambda estimate, measured: held.append(measured) or Comparison()
+    )
+    tiny_trainer(tmp_path, [FTCostCallback(sinks=[], predict=False, profile_steps=(3, 4))], max_steps=6).train()
+    (row,) = read_run(tmp_path).profiles
+    assert row.by_group_seconds
+    assert held[0].profiled_group_seconds is None  # the report of step 2
+    assert held[-1].profiled_group_seconds == row.by_group_seconds
 
 
 def test_training_that_ends_inside_the_window_still_has_its_row(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def test_json_is_the_summary_row_with_what_identifies_the_run(
 
 def test_rates_of_the_last_session_are_labelled(output_dir: Path) -> None:
     row = {**summary_row(output_dir), "non_padding_tokens_per_second": 353.0}
-    assert "353 tokens/s, " in summary_text(row)
-    assert "353 tokens/s (last session), " in summary_text({**row, "num_sessions_in_rates": 1})
+    assert "353 tokens/s without padding, " in summary_text(row)
+    assert "353 tokens/s without padding (last session), " in summary_text({**row, "num_sessions_in_rates": 1})
 
 
 def test_a_killed_run_gets_the_same_fields_from_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,9 @@ def test_without_an_option_a_person_reads_it(output_dir: Path, capsys: pytest.Ca
     first, where, rates, *_ = printed.out.splitlines()
     assert first.startswith(f"{MIXTRAL}: finished at step 600 of 600: $")
     assert where.startswith("  training ")
-    assert "tokens/s, MFU" in rates
+    assert where.endswith(" done twice or lost")
+    assert ", of the training " in where  # it is no time of its own
+    assert "tokens/s without padding, MFU" in rates
     assert "predicted $1.54, 1 h 57 min (took " in rates
     assert printed.err == ""
 
@@ -95,6 +97,7 @@ def test_the_page_is_written_and_said_on_stderr(
 ) -> None:
     pytest.importorskip("plotly")
     page = tmp_path / "pages" / "report.html"
+    page.parent.mkdir()
     assert ftcost("report", output_dir, option, page) == 0
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", f"ftcost: wrote {page}\n")

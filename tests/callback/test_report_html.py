@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel.errors import CostModelError, MissingExtraError
+from ftcost_callback.live_prediction import UNDESCRIBED_CPU
 from ftcost_callback.report_figures import cost_figure, heat_figure, load_figure, rate_figure
 from ftcost_callback.report_html import render_report, write_report
 from ftcost_callback.report_numbers import count, duration, gib, iso_time, percent, usd
@@ -224,6 +225,9 @@ def test_missing_paths_and_no_runs_are_refused(tmp_path: Path) -> None:
         write_report([tmp_path], tmp_path / "out.html")
     with pytest.raises(CostModelError, match="no run to report on"):
         write_report([], tmp_path / "out.html")
+    with pytest.raises(CostModelError, match=r"cannot write .*page\.html: there is no folder .*new; make it first"):
+        write_report([tmp_path], tmp_path / "new" / "page.html")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_truncated_record_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -317,7 +321,7 @@ def test_only_the_latest_run_of_a_file_is_shown(tmp_path: Path) -> None:
     assert series.run_id == "dense-02"
     assert series.num_step_rows == 180
     assert not series.experts.frames
-    assert "the file holds 1 earlier runs too (moe-7f3a); this is the latest" in series.remarks
+    assert "the file holds 1 earlier run too (moe-7f3a); this is the latest" in series.remarks
 
 
 # Expert load
@@ -448,7 +452,7 @@ def test_a_long_record_stays_small(tmp_path: Path) -> None:
 
 
 def test_headline_says_what_the_record_says(moe_file: Path, tmp_path: Path) -> None:
-    page = text_of(write_report([moe_file], tmp_path / "sub" / "out.html").read_text(encoding="utf-8"))
+    page = text_of(write_report([moe_file], tmp_path / "out.html").read_text(encoding="utf-8"))
     for said in (
         "mistralai/Mixtral-8x7B-v0.1",
         "qlora nf4 · NVIDIA A40 · run moe-7f3a · 2 sessions · started 2026-08-17 09:00 UTC · finished at step 600",
@@ -575,8 +579,10 @@ def test_without_plotly_the_extra_is_named(moe_file: Path, tmp_path: Path, monke
 
 
 def test_a_place_that_cannot_be_written_is_named(moe_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(CostModelError, match="cannot be written"):
+    with pytest.raises(CostModelError, match=r"cannot write .*out\.html: there is no folder"):
         write_report([moe_file], moe_file / "out.html")
+    with pytest.raises(CostModelError, match=r"cannot write .*: Is a directory"):
+        write_report([moe_file], moe_file.parent)
 
 
 def test_the_synthetic_run_is_the_same_each_time_and_its_buckets_sum() -> None:
@@ -729,3 +735,16 @@ def test_a_number_that_cannot_be_counted_with_breaks_no_page(tmp_path: Path, val
         file.write_text("\n".join(lines), encoding="utf-8")
         words = set(text_of(render_report([read_series(file)])).lower().split())
         assert not {"nan", "inf", "$inf", "infinity"} & words
+
+
+def test_why_a_cpu_is_not_predicted_is_said_once(tmp_path: Path) -> None:
+    session, step = one_step_run()
+    rows = [
+        {**session, "notes": [UNDESCRIBED_CPU]},
+        {"type": "prediction", "basis": "before", "global_step": 0, "warnings": [UNDESCRIBED_CPU]},
+        step,
+        {"type": "prediction", "basis": "tokens_seen", "global_step": 20, "warnings": [UNDESCRIBED_CPU]},
+    ]
+    page = text_of(render_report([read_series(write_rows(tmp_path / "run.jsonl", rows))]))
+    assert page.count("trained on a CPU") == 1
+    assert "The record holds no GPU samples" in page

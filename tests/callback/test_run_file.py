@@ -270,3 +270,40 @@ def test_a_ledger_with_what_is_no_number_is_refused(tmp_path: Path) -> None:
     ledger_path(tmp_path).write_text(json.dumps(fields))
     with pytest.raises(CostModelError, match="cannot be read as a ledger"):
         read_ledger(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("global_step", -1),
+        ("global_step", 1.5),
+        ("global_step", None),
+        ("session_index", 10**30),
+        ("session_index", 1e30),
+        ("session_index", "1"),
+        ("session_index", True),
+        ("spent_usd", -1e9),
+        ("energy_joules", -1.0),
+        ("run_id", 5),
+        ("totals", {"train_seconds": -3.0}),
+        ("totals", {"num_steps": -3}),
+    ],
+)
+def test_a_ledger_with_edited_values_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    write_ledger(tmp_path, Ledger(run_id="a", session_index=1, global_step=4, totals=Totals(num_steps=4), spent_usd=1.0))
+    fields = json.loads(ledger_path(tmp_path).read_text(encoding="utf-8"))
+    ledger_path(tmp_path).write_text(json.dumps(fields | {name: value}), encoding="utf-8")
+    with pytest.raises(CostModelError, match="cannot be read as a ledger"):
+        read_ledger(tmp_path)
+
+
+def test_a_line_and_a_ledger_nested_deeper_than_anything_are_passed_over(tmp_path: Path) -> None:
+    deep = "[" * 200_000 + "]" * 200_000
+    path = write(tmp_path, session("a"))
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f'{{"type": {deep}}}\n{deep}\n')
+    record = read_run(path)
+    assert (record.run_id, record.num_unread_lines) == ("a", 2)
+    ledger_path(tmp_path).write_text(deep, encoding="utf-8")
+    with pytest.raises(CostModelError, match="cannot be read as a ledger"):
+        read_ledger(tmp_path)

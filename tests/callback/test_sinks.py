@@ -20,7 +20,7 @@ from ftcost_callback.live_prediction import UNDESCRIBED_CPU
 from ftcost_callback.records import Budget, Prediction, Session, Summary, Window
 from ftcost_callback.sinks import ConsoleSink, FanOut, InMemorySink, Sink
 from ftcost_callback.sinks.base import MAX_FAILURES
-from ftcost_callback.sinks.console import dollars, duration, summary_lines, window_line
+from ftcost_callback.sinks.console import dollars, duration, prediction_line, summary_lines, window_line
 
 SESSION = Session(run_id="r1", session_index=0, started_at="2026-08-17T10:00:00Z", notes=["no GPU sensor: no driver"])
 PREDICTION = Prediction(
@@ -156,13 +156,14 @@ def test_the_console_from_start_to_end() -> None:
     assert text[0] == ("predicted: $6.65 ($5.90 to $7.41), 3 h 10 min, 0.421 s a step, peak 47.0 of 44.0 GiB (does not fit)")
     assert text[1] == "no GPU sensor: no driver"
     assert text[3] == (
-        "step 120/1000: $1.23 of $10.20 ($9.80 to $10.60), 3 h 12 min left, 12,346 tokens/s, MFU 41.2%, step 1.04x predicted"
+        "step 120/1000: $1.23 of $10.20 ($9.80 to $10.60), 3 h 12 min left, 12,346 tokens/s without padding, "
+        "MFU 41.2%, step 1.04x predicted"
     )
     assert text[8] == "budget $40.00: 80 % used ($32.10 spent at step 500)"
     assert text[9:] == [
         "finished at step 1000: $2.33, 1 h 07 min in 2 sessions",
         "training 58 min 20 s, evaluating 6 min 40 s, saving 1 min 00 s, of the training 5 min 50 s waiting for data",
-        "1,234,567 tokens, 353 tokens/s, MFU 40.0%, peak 1.50 GiB allocated",
+        "1,234,567 tokens without padding, 353 tokens/s, MFU 40.0%, peak 1.50 GiB allocated",
         "step 1.04x the prediction: on plan",
     ]
 
@@ -257,6 +258,35 @@ def test_a_prediction_of_nothing_says_what_is_missing_once() -> None:
     assert stream.getvalue().endswith("ftcost: not predicted on the tokens seen: no lengths are known\n")
 
 
+def test_a_calibration_is_named_and_why_it_is_not_used_is_said_once() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    why = "calibration auto: none in /home/me/calibrations was measured on A40"
+    answer = {"step_seconds": 0.5, "job": {"gpu": "A40"}, "warnings": ["samples are cut", why], "calibration": None}
+    sink.open(dataclasses.replace(SESSION, notes=None), Prediction(basis="before", estimate=answer))
+    sink.prediction(Prediction(basis="tokens_seen", estimate=answer))
+    sink.prediction(Prediction(basis="tokens_seen", estimate={**answer, "warnings": [], "calibration": {"file": "f"}}))
+    assert stream.getvalue().splitlines() == [
+        "ftcost: predicted: 0.5 s a step",
+        f"ftcost: {why}",
+        "ftcost: predicted on the tokens seen: 0.5 s a step",
+        "ftcost: predicted on the tokens seen, calibrated: 0.5 s a step",
+    ]
+
+
+def test_small_memory_is_said_in_mib() -> None:
+    memory = {"peak_device_bytes": 12 * 2**20, "capacity_bytes": 47 * 2**29}
+    line = prediction_line(Prediction(basis="before", estimate={"memory": memory, "verdict": "fits"}))
+    assert line == "predicted: peak 12 MiB of 23.5 GiB (fits)"
+    small = dataclasses.replace(SUMMARY, peak_allocated_bytes=12 * 2**20)
+    assert any(line.endswith("peak 12 MiB allocated") for line in summary_lines(small))
+
+
+def test_what_was_done_twice_is_a_part_of_the_training() -> None:
+    wasted = dataclasses.replace(SUMMARY, data_wait_seconds=0.0, wasted_seconds=90.0)
+    assert summary_lines(wasted)[1].endswith("of the training 1 min 30 s done twice or lost")
+
+
 @pytest.mark.parametrize(
     ("num_sessions_in_rates", "shown"),
     [(3, ""), (None, ""), (1, " (this session)"), (2, " (the last 2 sessions)")],
@@ -272,9 +302,15 @@ def test_budget_lines() -> None:
     sink.alert(
         Budget(threshold="projected", kind="usd", limit=40.0, spent=3.0, projected=47.5, global_step=9, action="warned")
     )
+    sink.alert(  # more digits where the two would read the same
+        Budget(
+            threshold="projected", kind="usd", limit=0.012, spent=0.003, projected=0.012041, global_step=9, action="warned"
+        )
+    )  # fmt: skip
     sink.alert(Budget(threshold="100 %", kind="hours", limit=2.0, spent=2.01, global_step=9, action="stopped"))
     assert stream.getvalue().splitlines() == [
         "ftcost: budget $40.00: the run is heading for $47.50 ($3.00 spent at step 9)",
+        "ftcost: budget $0.012: the run is heading for $0.012041 ($0.003 spent at step 9)",
         "ftcost: budget 2 h: 100 % used (2.01 h spent at step 9); saving and stopping",
     ]
 

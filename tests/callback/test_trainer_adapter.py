@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset as TorchDataset
 from costmodel.errors import CostModelError
 from costmodel.gpu_catalog import find_gpu
 from costmodel.specs import parse_job
-from ftcost_callback.dataset_lengths import dataset_lengths, num_rows
+from ftcost_callback.dataset_lengths import dataset_lengths, num_rows, row_lengths
 from ftcost_callback.live_device import recognise_gpu
 from ftcost_callback.live_model import logical_numel, method_fields, quantization_fields, weights_dtype_fields
 from ftcost_callback.trainer_adapter import device_facts, estimate_trainer, job_from_objects, model_facts, versions
@@ -441,6 +442,41 @@ def test_what_would_run_somebody_s_code_is_not_read() -> None:
     assert num_rows(streamed) is None
     assert dataset_lengths([{"pixel_values": 1}]) is None
     assert dataset_lengths([]) is None
+
+
+class LazyRows(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("must not be called")
+
+
+class LazyRow(dict[str, Any]):
+    def __getitem__(self, name: str) -> Any:
+        raise AssertionError("must not be called")
+
+    get = __getitem__  # type: ignore[assignment]
+
+
+class LazyMapping(Mapping[str, Any]):
+    def __getitem__(self, name: str) -> Any:
+        raise AssertionError("must not be called")
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("must not be called")
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("rows", [LazyRows(ROWS), [LazyRow(ROWS[0])], [LazyMapping()], (LazyMapping(),)])
+def test_a_list_or_row_of_the_users_own_kind_is_not_read(rows: Any) -> None:
+    assert dataset_lengths(rows) is None
+    assert row_lengths(rows) is None
+    assert num_rows(rows) == len(rows)
+
+
+def test_a_tuple_of_rows_is_read_as_a_list_is() -> None:
+    assert dataset_lengths(tuple(ROWS)) == dataset_lengths(ROWS)
+    assert row_lengths(tuple(ROWS)) == {place: len(row["input_ids"]) for place, row in enumerate(ROWS)}
 
 
 def test_reading_touches_no_random_state(tmp_path: Path) -> None:

@@ -165,6 +165,9 @@ def test_a_file_holds_the_whole_calibration(tmp_path: Path) -> None:
         pytest.param({"device_factor": 0.0}, "device_factor must lie between", id="zero"),
         pytest.param({"host_factor": "fast"}, "holds no calibration", id="text"),
         pytest.param({"error": -0.1}, "error must be a share", id="error"),
+        pytest.param({"num_tokens_low": math.nan}, "num_tokens_low must be a finite number", id="nan"),
+        pytest.param({"num_sequences_high": "many"}, "holds no calibration", id="sequences"),
+        pytest.param({"num_active_params_low": math.inf}, "holds no calibration", id="infinite"),
         pytest.param({"style": {"gpu": "A40"}}, "holds no calibration", id="style"),
     ],
 )

@@ -314,3 +314,14 @@ def test_what_is_too_small_is_shown_where_it_comes_closest() -> None:
     assert closest.estimate.job["gradient_checkpointing"] is True
     assert closest.settings["per_device_train_batch_size"] == 1
     assert closest.settings["gradient_accumulation_steps"] == 16
+
+
+def test_an_order_that_is_not_known_is_not_claimed() -> None:
+    job = {"model": "meta-llama/Llama-2-7b-hf", "method": "lora", "dtype": "bfloat16", "bf16": True, "max_length": 1024}
+    for fields, title in (
+        ({}, "Same job, in no order of time or cost: both are unknown, as lengths are not given (--lengths "),
+        ({"lengths": {"fixed": 512}}, "Same job, in no order of time or cost: both are unknown, as the number of samples "),
+        ({"lengths": {"fixed": 512}, "num_samples": 100, "num_train_epochs": 1}, "Same job, cheapest first (* = nothing "),
+    ):
+        table = comparison_tables.comparison_table(compare({**job, **fields}, gpus=["A40", "L40S"]))
+        assert table.title.startswith(title)

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import cli
+from costmodel.cli_input import read_job
 from costmodel.errors import CostModelError
 from costmodel.estimation import estimate
 from costmodel.importers import axolotl, import_config, import_mapping, llamafactory, recognise, trl
@@ -778,6 +779,19 @@ def test_nonsense_is_refused_with_its_key(tool: str, line: str, message: str) ->
     }[tool]
     with pytest.raises(CostModelError, match=f"the configuration: .*{re.escape(message)}"):
         import_mapping({**start, **yaml.safe_load(line)})
+
+
+def test_a_limit_of_samples_is_offered_where_their_number_is_not_known(tmp_path) -> None:
+    path = tmp_path / "lf.yaml"
+    text = "model_name_or_path: meta-llama/Llama-2-7b-hf\nstage: sft\nfinetuning_type: lora\nmax_samples: 1000\n"
+    path.write_text(text + "dataset: mine\n")
+    offered = [each for each in read_job(str(path), {}).warnings if "--num-samples 1000 " in each]
+    assert len(offered) == 1
+    assert "takes 1,000 samples at most" in offered[0]
+    path.write_text(text + "dataset: one,two\n")
+    assert any("--num-samples 2000 " in each for each in read_job(str(path), {}).warnings)
+    for flags in ({"num_samples": 500}, {"max_steps": 10}):
+        assert not any("--num-samples" in each for each in read_job(str(path), flags).warnings)
 
 
 def test_what_a_tool_does_with_a_data_set_waits_for_one() -> None:

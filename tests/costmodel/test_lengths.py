@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 
 import pytest
 
@@ -67,9 +68,28 @@ def test_grouping_by_length_saves_padding_and_packing_all_of_it() -> None:
     free = batch_tokens(_job(per_device_train_batch_size=8, padding_free=True), dist)
     assert free.expected.num_tokens == pytest.approx(8 * dist.mean_tokens)
     assert free.expected.num_tokens < grouped.expected.num_tokens < 0.7 * random_order.expected.num_tokens
-    packed = batch_tokens(_job(per_device_train_batch_size=2, packing=True), dist)
+    flash = {"attn_implementation": "flash_attention_2"}
+    packed = batch_tokens(_job(per_device_train_batch_size=2, packing=True, **flash), dist)
     assert packed.num_samples > 18  # two rows of 1,024 hold about twenty samples of 100 tokens
     assert packed.expected.num_attended_pairs < packed.expected.num_tokens * 400  # attention stays inside each document
+    assert packed.expected.num_masked_pairs == packed.longest.num_masked_pairs == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_without_a_kernel_of_variable_length_a_flattened_batch_is_computed_whole(attention: str) -> None:
+    dist = distribution(Lengths(histogram={100: 3, 500: 1}), 1024)
+    fields = {"per_device_train_batch_size": 4, "attn_implementation": attention}
+    packed = batch_tokens(_job(packing=True, **fields), dist)
+    assert packed.expected.num_attended_pairs == packed.expected.num_tokens**2
+    kept_apart = batch_tokens(_job(packing=True, **{**fields, "attn_implementation": "flash_attention_2"}), dist)
+    inside = packed.expected.num_attended_pairs - packed.expected.num_masked_pairs
+    assert inside == pytest.approx(kept_apart.expected.num_attended_pairs)
+    assert packed.longest.num_attended_pairs == (4 * 1024) ** 2
+    free = batch_tokens(_job(padding_free=True, **fields), dist)
+    draws = itertools.product([100, 100, 100, 500], repeat=4)
+    assert free.expected.num_attended_pairs == pytest.approx(statistics.mean(sum(draw) ** 2 for draw in draws))
+    alone = batch_tokens(_job(padding_free=True, **{**fields, "per_device_train_batch_size": 1}), dist)
+    assert alone.expected.num_masked_pairs == 0
 
 
 def test_samples_above_the_limit_are_cut_and_counted() -> None:

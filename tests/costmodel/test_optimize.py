@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sample_answer import LLAMA as LLAMA_JOB
 
 from costmodel import cli, comparison_tables, formats
@@ -15,6 +17,7 @@ from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import estimate
 from costmodel.optimization import Change, OptimizeResult, optimize, samples_per_step
 from costmodel.spot import SpotTerms
+from costmodel.trials import BATCH_FIELDS
 
 LLAMA: dict[str, Any] = {**LLAMA_JOB, "gpu": "A40"}
 FULL = {**LLAMA, "gpu": "H100 SXM", "method": "full", "dtype": "bfloat16", "optim": "adamw_torch"}
@@ -121,6 +124,80 @@ def test_a_job_in_float32_alone_is_offered_autocast() -> None:
     volta = optimize({**job, "gpu": "V100-SXM2-32GB"}, free=["all"])
     assert not [each for each in volta.changes if each.settings.get("bf16") or each.settings.get("dtype") == "bfloat16"]
     assert [each for each in volta.changes if each.settings.get("fp16")]
+
+
+def test_float16_in_place_of_bfloat16_says_both_and_keeps_what_is_given() -> None:
+    """A P100 has no bf16: fp16 alone, put onto a job with bf16, would be refused."""
+    job = {**LLAMA, "model": "Qwen/Qwen3-0.6B", "gpu": "P100-PCIE-16GB", "bf16": True}
+    half = {"dtype": "float16", "bf16": False, "fp16": True}
+    held = optimize(job)
+    assert held.best.settings.keys().isdisjoint(half)
+    assert change(held, **half).held == ("bf16",)
+    freed = optimize(job, free=["bf16"])
+    assert half.items() <= freed.best.settings.items()
+    assert estimate({**job, **freed.best.settings}).total_seconds == freed.best.total_seconds
+    tables = "\n".join(str(table) for table in comparison_tables.optimization_tables(freed))
+    assert "bf16: false" in tables
+    assert "fp16: true" in tables
+
+
+@st.composite
+def _jobs(draw: st.DrawFn) -> dict[str, Any]:
+    """Jobs of small models whose fields are given, left out or at odds with the card."""
+    method = draw(st.sampled_from(["full", "lora", "qlora"]))
+    job = {
+        "model": draw(st.sampled_from(["Qwen/Qwen3-0.6B", "allenai/OLMoE-1B-7B-0924"])),
+        "gpu": draw(st.sampled_from(["P100-PCIE-16GB", "V100-SXM2-32GB", "T4", "L40S", "H100 SXM", "MI300X"])),
+        "method": method,
+        "max_length": 1024,
+        "lengths": draw(st.sampled_from([{"fixed": 1024}, {"mean": 300, "max": 1024}])),
+        "num_samples": 1000,
+        "usd_per_gpu_hour": 2.0,
+    }
+    choices: dict[str, list[Any]] = {
+        "framework": ["transformers", "trl", "axolotl", "unsloth"],
+        "dtype": ["float32", "bfloat16", "float16"],
+        "bf16": [True, False],
+        "fp16": [True, False],
+        "gradient_checkpointing": [True, False],
+        "attn_implementation": ["eager", "sdpa", "flash_attention_2"],
+        "packing": [True, False],
+        "padding_free": [True, False],
+        "padding": ["longest", "max_length"],
+        "optim": ["adamw_torch", "paged_adamw_8bit", "sgd"],
+        "quantization": ["nf4", "int8"] if method == "qlora" else [None],
+        "per_device_train_batch_size": [1, 3, 8],
+        "gradient_accumulation_steps": [1, 4],
+        "num_gpus": [1, 2],
+        "fsdp": ["full_shard"],
+    }
+    return job | {name: draw(st.sampled_from(values)) for name, values in choices.items() if draw(st.booleans())}
+
+
+@given(
+    job=_jobs(),
+    free=st.sampled_from([[], ["all"], ["bf16", "dtype"], ["fp16"]]),
+    quantises=st.booleans(),
+    grows=st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_what_is_advised_is_accepted(job: dict[str, Any], free: list[str], quantises: bool, grows: bool) -> None:
+    """Every change and the best combination, put onto the job as it was given, make the job that was estimated."""
+    try:
+        estimate(job)
+    except CostModelError:
+        return
+    result = optimize(job, free=free, allow_quantization=quantises, free_batch=grows)
+    for each in result.changes:
+        assert estimate({**job, **each.settings}).memory == each.estimate.memory
+    advised = estimate({**job, **result.best.settings})
+    assert result.best.estimate is not None
+    assert advised.step_seconds == result.best.estimate.step_seconds
+    given_fields = {name for name, value in job.items() if value is not None} - set(free) - set(BATCH_FIELDS)
+    if quantises:
+        given_fields -= {"method", "quantization", "double_quant", "dtype"}
+    if free != ["all"]:
+        assert not given_fields & set(result.best.settings)
 
 
 def test_trained_weights_stay_in_float32_unless_freed() -> None:
@@ -427,6 +504,15 @@ def test_a_change_has_a_line_only_where_it_is_worth_one_or_part_of_the_best() ->
         assert moves != each.only_with_others, each.settings
         named |= set(each.settings)
     assert set(result.best.settings) <= named
+
+
+@pytest.mark.parametrize("fields", [{}, {"packing": True, "padding_free": True, "attn_implementation": "flash_attention_2"}])
+def test_a_change_that_only_costs_is_no_proposal(fields: dict[str, Any]) -> None:
+    result = optimize({**LLAMA, "gpu": "A100-SXM4-80GB", "per_device_train_batch_size": 4, **fields}, free=["all"])
+    assert result.changes
+    for each in result.changes:
+        is_in_best = result.best.settings.items() >= each.settings.items()
+        assert is_in_best or (each.saves_seconds or 0.0) > 0 or each.saves_bytes > 0, each.settings
 
 
 def test_what_pays_only_with_others_is_listed_too() -> None:

@@ -10,7 +10,7 @@ import math
 import pytest
 from sample_answer import ANSWER, GIB, answer
 
-from costmodel import formats, report
+from costmodel import estimate, formats, report
 
 TODAY = datetime.date(2026, 11, 9)
 
@@ -300,3 +300,52 @@ def test_a_far_high_end_has_its_reason() -> None:
     assert reason in report.to_text(far)
     assert reason not in report.to_text(answer(job={"lengths": {"mean": 300, "max": 2000}}))
     assert reason not in report.to_text({**far, "job": {**far["job"], "packing": True}})
+
+
+@pytest.mark.parametrize(
+    ("high", "sentence"),
+    [
+        (23.9, "smallest card that holds it is RTX A5000 (24.0 GiB)"),
+        (24.5, "smallest card that holds it is RTX 5090 (31.8 GiB)"),
+        (500, "smallest card that holds it is RTX A5000 (24.0 GiB), and it is tight"),
+    ],
+)
+def test_the_smallest_card_holds_the_upper_end_too(high: float, sentence: str) -> None:
+    memory = {"peak_device_bytes": 23.8 * GIB, "peak_device_bytes_high": high * GIB}
+    assert report.smallest_card(answer(job={"bf16": True}, memory=memory)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "max_length", "line"),
+    [
+        (19, 9821, "batch 19, or 9,821 tokens"),
+        (0, 87135, "no batch at this length; 87,135 tokens a sequence at this batch"),
+        (0, 0, "no batch\n"),
+    ],
+)
+def test_the_largest_that_fits_in_words(max_batch_size: int, max_length: int, line: str) -> None:
+    text = report.to_text(answer(max_batch_size=max_batch_size, max_length_that_fits=max_length))
+    assert f"largest that fits  {line}" in text
+
+
+@pytest.mark.parametrize(("framework", "older"), [("transformers", "4.57"), ("trl", "0.24"), ("axolotl", None)])
+def test_stacked_experts_that_stay_16_bit_have_an_older_stack_as_a_way_out(framework: str, older: str | None) -> None:
+    job = {
+        "model": "mistralai/Mixtral-8x7B-v0.1",
+        "gpu": "A40",
+        "method": "qlora",
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "per_device_train_batch_size": 1,
+        "max_length": 1024,
+        "framework": framework,
+    }
+    sentence = report.does_not_fit_sentence(estimate(job))
+    assert ("under transformers 4 each expert is a linear" in sentence) == (older is not None)
+    if older is None:
+        return
+    there = estimate({**job, "framework_version": older})
+    assert there.verdict == "fits"
+    assert f"with {framework} {older} it fits ({there.memory.peak_device_bytes / GIB:.1f} GiB: " in sentence
+    on_a_small_card = report.does_not_fit_sentence(estimate({**job, "gpu": "RTX 4060 Ti 16GB"}))
+    assert "under transformers 4" not in on_a_small_card

@@ -21,6 +21,7 @@ from costmodel.hf_config import model_spec_from_config
 from costmodel.links import link_of
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
+from costmodel.optimization import optimize
 from costmodel.specs import GpuSpec, parse_job
 from costmodel.step_time import StepTime, imbalance_seconds, step_time
 from costmodel.workload import Batch, expected_experts_hit, operators
@@ -435,3 +436,39 @@ def test_an_unknown_cache_does_not_make_the_newer_card_slower() -> None:
     fields: dict[str, Any] = {"method": "lora", "dtype": "bfloat16"}
     assert find_gpu("B300").l2_cache_bytes is None
     assert timed(LLAMA, "B300", 8, 512, **fields).step_seconds < timed(LLAMA, "B200", 8, 512, **fields).step_seconds
+
+
+def test_packing_without_a_kernel_of_variable_length_pays_for_what_it_masks() -> None:
+    """transformers 5.24 gives ``sdpa`` and ``eager`` one dense mask of the flattened micro-batch (masking_utils.py)."""
+    job: dict[str, Any] = {
+        "model": "meta-llama/Llama-3.1-8B", "gpu": "A100-SXM4-80GB", "framework": "trl", "method": "lora", "bf16": True,
+        "dtype": "bfloat16", "packing": True, "max_length": 4096, "lengths": {"mean": 700, "max": 4096},
+        "num_samples": 10_000, "per_device_train_batch_size": 8,
+    }  # fmt: skip
+    flash, sdpa = (estimate(job, attn_implementation=name) for name in ("flash_attention_2", "sdpa"))
+    tokens = flash.num_tokens_per_step
+    assert flash.step and sdpa.step and flash.mfu and sdpa.mfu and tokens  # noqa: PT018
+    # two products forward, as many again, five backward: 4.5 times 4 FLOPs a pair, width and layer, nothing skipped
+    at_least = 18 * tokens**2 * 4096 * 32 / 312e12
+    assert sdpa.step.by_group_seconds["attention_scores"] > at_least > 10 * flash.step.by_group_seconds["attention_scores"]
+    assert sdpa.model_flops_per_step == pytest.approx(flash.model_flops_per_step)  # MFU sees what was needed
+    assert sdpa.mfu < flash.mfu
+    row = 8 * 4096
+    more = sdpa.memory.peak_device_bytes - flash.memory.peak_device_bytes
+    assert more > 3 * row**2  # the mask of the row, and the bias that the kernel makes of it
+    assert [any("masked" in warning for warning in each.warnings) for each in (flash, sdpa)] == [False, True]
+    best = optimize({**job, "attn_implementation": "sdpa"}, free=("attn_implementation",)).best
+    assert best.settings["attn_implementation"] == "flash_attention_2"
+
+
+def test_a_mask_of_padding_costs_sdpa_the_upper_half_and_flash_nothing() -> None:
+    seconds = {}
+    for attention in ("sdpa", "flash_attention_2"):
+        for padding in (0.0, 1000.0):
+            model, job = prepared(LLAMA, method="full", dtype="bfloat16", attn_implementation=attention)
+            batch = replace(Batch.of(8, 2048), num_padding_tokens=padding)
+            step = step_time(model, job, find_gpu("A100-SXM4-80GB"), batch)
+            assert step is not None
+            seconds[attention, padding > 0] = step.by_group_seconds["attention_scores"]
+    assert seconds["sdpa", True] == pytest.approx(2 * seconds["sdpa", False])
+    assert seconds["flash_attention_2", True] == seconds["flash_attention_2", False] == seconds["sdpa", False]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from costmodel import cli, cli_input
 from costmodel.dataset import read_dataset
 from costmodel.errors import CostModelError
+from costmodel.estimation import estimate
 from costmodel.importers import import_config, recognise
 from costmodel.importers.reading import MAX_CONFIG_BYTES
 from costmodel.model_catalog import find_model_config
@@ -216,7 +219,38 @@ def test_a_truth_value_is_no_number(fields: dict[str, object], words: str) -> No
         parse_job({"model": "Qwen/Qwen2.5-0.5B", "max_length": 64, **fields})
 
 
-@pytest.mark.parametrize("command", ["estimate", "compare", "optimize"])
+@pytest.mark.parametrize("way", ["a file", "standard input"])
+def test_a_line_that_is_not_text_costs_no_other_its_answer(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = b'{"model": "Qwen/Qwen2.5-0.5B", "max_length": 64}'
+    data = b"\n".join([job, b'{"model": "\xff"}', job, b"\xff\xfe{\x00}\x00", job, b""])  # Latin-1; UTF-16
+    name = "-"
+    if way == "a file":
+        name = str(tmp_path / "jobs.jsonl")
+        Path(name).write_bytes(data)
+    else:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="latin-1"))
+    assert cli.run(["estimate", name]) == 0
+    out, err = capsys.readouterr()
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row.get("error") for row in rows] == [
+        None,
+        "line 2 is not text in UTF-8",
+        None,
+        "line 4 is not text in UTF-8",
+        None,
+    ]
+    assert err == 'ftcost: 2 lines are not a job: see "error" in the answers\n'
+
+
+def test_jobs_a_line_of_which_none_is_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    assert cli.run(["estimate", "-"]) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": "line 1 is not text in UTF-8", "line": 1}
+
+
+@pytest.mark.parametrize("command", ["compare", "optimize"])
 def test_standard_input_that_is_not_text_is_wrong_input(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,3 +258,72 @@ def test_standard_input_that_is_not_text_is_wrong_input(
     assert cli.run([command, "-"]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "ftcost: standard input is not text in UTF-8\n")
+
+
+CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} | {
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+NOT_READ = ("time_step_limit", "torch_dtype", "architectures", "layer_types", "quantization_config", "text_config")
+
+
+@pytest.mark.parametrize("name", [*NOT_READ, "max_position_embeddings", "sliding_window", "tie_word_embeddings"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, [0.0, math.inf], {"a": {"b": math.nan}}])
+def test_an_infinity_in_a_config_is_text_in_the_answer(name: str, value: object) -> None:
+    answer = estimate(model={**CONFIG, name: value}, max_length=64).to_dict()
+    answer = json.loads(json.dumps(answer, allow_nan=False))
+    words = json.dumps(answer["job"]["model"][name])
+    assert "Infinity" in words or "NaN" in words
+    again = estimate(answer["job"]).to_dict()
+    assert (again["job"], again["memory"]) == (answer["job"], answer["memory"])
+
+
+def test_an_infinity_where_a_size_is_read_is_refused() -> None:
+    with pytest.raises(CostModelError, match="hidden_size must be a positive whole number, got 'Infinity'"):
+        estimate(model=CONFIG | {"hidden_size": math.inf}, max_length=64)
+    changed = estimate(model=CONFIG | {"rms_norm_eps": 1e-6}, model_overrides={"rms_norm_eps": math.inf}, max_length=64)
+    assert changed.job["model_overrides"] == {"rms_norm_eps": "Infinity"}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (b"x", "model: a is of type bytes, which no JSON holds"),
+        ([{1}], r"model: a\[0\] is of type set"),
+        ({"b": object()}, r"model: a\.b is of type object"),
+        ({(1, 2): 1}, "model: a has the key \\(1, 2\\), which is not text"),
+        pytest.param(10**5000, "model: a is a whole number of about 5000 digits", id="long"),
+        (functools.reduce(lambda inside, _: [inside], range(10_000), []), "nested more than 50 deep"),
+    ],
+)
+def test_what_no_json_holds_is_refused_in_a_config(value: object, words: str) -> None:
+    with pytest.raises(CostModelError, match=words):
+        estimate(model={**CONFIG, "a": value}, max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "words"),
+    [
+        ("gemma2", "layer_types", {"a": 1}, "layer_types must hold one value a layer"),
+        ("gemma2", "layer_types", [["sliding_attention"]] * 64, "layer_types must hold one value a layer"),
+        ("granitemoehybrid", "layer_types", {"a": 1}, "layer_types must hold one value a layer"),
+        ("nemotron_h", "layer_types", 5, "layer_types must name each layer, got 5"),
+        ("ernie4_5_moe", "moe_layer_end_index", math.inf, "moe_layer_end_index must be a positive whole number"),
+    ],
+)
+def test_what_names_no_layer_is_refused(family: str, field: str, value: object, words: str) -> None:
+    tiny = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())[family]
+    with pytest.raises(CostModelError, match=words):
+        estimate(model={**tiny, field: value}, max_length=64)
+
+
+def test_keys_and_types_of_python_are_read_as_json_holds_them() -> None:
+    answer = estimate(model={**CONFIG, "id2label": {0: "no"}, "layer_types": ("a", "b")}, max_length=64)
+    assert answer.job["model"]["id2label"] == {"0": "no"}
+    assert answer.job["model"]["layer_types"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\0", "x" * 5000])
+def test_a_calibration_of_an_impossible_name_is_refused(name: str) -> None:
+    with pytest.raises(CostModelError, match="no calibration at"):
+        estimate(model=CONFIG, max_length=64, calibration=name)
