@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 _IGNORED_LABEL: Final = -100  # where a label is padding
 
@@ -115,33 +114,15 @@ class _RootHook:
 
 
 class _OpenHook(_RootHook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_compiling():
-            self._outside_graph(module, args, kwargs)
-        else:
-            self._sees(module, args, kwargs)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _outside_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._sees(module, args, kwargs)
-
-    def _sees(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
             self._window.opens(args, kwargs)
 
 
 class _CloseHook(_RootHook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if is_compiling():
-            self._outside_graph(output)
-        else:
-            self._sees(output)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _outside_graph(self, output: Any) -> None:
-        self._sees(output)
-
-    def _sees(self, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._window.is_open:
             self._window.closes(sys.exc_info()[1] if output is None else None)
 

@@ -47,9 +47,10 @@ class LivePrediction:
         try:
             answer = estimate(self._job_to_ask()).to_dict()
         except CostModelError as refusal:
-            if self._is_undescribed_cpu:
-                notes.append(UNDESCRIBED_CPU)  # nothing would be predicted with what is missing either
-            elif self._lacks_only_max_length():
+            lacks_only_max_length = self._lacks_only_max_length()
+            if self._is_undescribed_cpu and lacks_only_max_length:
+                notes.append(UNDESCRIBED_CPU)  # nothing would be predicted with it either
+            elif lacks_only_max_length:
                 notes.append(f"no prediction before step {self._steps_before_second} (then on the tokens seen): {refusal}")
             else:
                 notes.append(f"no prediction: {refusal}")

@@ -53,7 +53,7 @@ FAULTS = {
         "expert_load.ExpertLoadCounter.take",
     ],
     "run record": ["run_file.RunFile.__init__", "run_file.RunFile.append"],
-    "checkpoint ledger": ["live_run.write_ledger"],
+    "checkpoint ledger": ["process_run.write_ledger"],
     "model facts": ["trainer_adapter.model_facts"],
     "job": ["trainer_adapter.job_from_objects"],
     "device facts": ["session_opening.read_device"],
