@@ -175,9 +175,6 @@ def answer_from(
     low = (total - fixed) / interval + fixed * _FIXED_LOW if run and total is not None and interval else None
     high = (total - fixed) * interval + fixed * _FIXED_HIGH if run and total is not None and interval else None
 
-    def usd(duration: float | None) -> float | None:
-        return dollars(duration, price, job.num_gpus) if price and duration is not None else None
-
     resolved = _resolved_mapping(parsed, job, gpu)
     return Estimate(
         schema_version=SCHEMA_VERSION,
@@ -221,12 +218,7 @@ def answer_from(
         eval_seconds=run.eval_seconds if run else None,
         save_seconds=run.save_seconds if run else None,
         startup_seconds=run.startup_seconds if run else None,
-        total_seconds=total,
-        total_seconds_low=low,
-        total_seconds_high=high,
-        total_usd=usd(total),
-        total_usd_low=usd(low),
-        total_usd_high=usd(high),
+        **_totals(total, low, high, price, job.num_gpus),
         price=price,
         evidence=evidence,
         calibration=applied.to_dict() if applied else None,
@@ -243,21 +235,24 @@ def with_startup(estimate: Estimate, seconds: float) -> Estimate:
     def changed(total: float | None, factor: float) -> float | None:
         return total - factor * assumed + seconds if total is not None else None
 
-    def usd(duration: float | None) -> float | None:
-        return dollars(duration, price, num_gpus) if price and duration is not None else None
-
     total = changed(estimate.total_seconds, 1.0)
     low, high = changed(estimate.total_seconds_low, _FIXED_LOW), changed(estimate.total_seconds_high, _FIXED_HIGH)
     return dataclasses.replace(
         estimate,
         startup_seconds=seconds,
-        total_seconds=total,
-        total_seconds_low=low,
-        total_seconds_high=high,
-        total_usd=usd(total),
-        total_usd_low=usd(low),
-        total_usd_high=usd(high),
+        **_totals(total, low, high, price, num_gpus),
     )
+
+
+def _totals(
+    total: float | None, low: float | None, high: float | None, price: Price | None, num_gpus: int
+) -> dict[str, Any]:
+    """The totals of an answer: these seconds, and what they cost; dollars are ``None`` without a price."""
+    found: dict[str, Any] = {}
+    for suffix, seconds in (("", total), ("_low", low), ("_high", high)):
+        found[f"total_seconds{suffix}"] = seconds
+        found[f"total_usd{suffix}"] = dollars(seconds, price, num_gpus) if price and seconds is not None else None
+    return found
 
 
 # Fields of a job that defaults fill.

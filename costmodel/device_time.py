@@ -333,7 +333,8 @@ def _add_counted_flops(
     under a mask all of it (:func:`costmodel.workload.skips_half`).
 
     ``is_flash``: whatever the count takes, as torch's CPU kernel, which also runs grouped heads in fp32 without a score
-    matrix; its backward computes the scores again, five products beside two.
+    matrix; its backward computes the scores again, five products beside two. It takes as long for a pair under a mask as for
+    a causal one (own measurement: 8 rows of 512 causal 203 ms, one masked row of 4,096, with 8 times the pairs, 1,730 ms).
     """
     rate, sums = device.flops_per_second, device.sums
     work = flops(model, job, batch)

@@ -19,12 +19,12 @@ _BYTES_PER_CHUNKED_LOGIT: Final = 16.0  # a loss of plain operators, forward and
 
 @dataclass(frozen=True, slots=True)
 class FusedHead:
-    """``kept`` waits for the backward; the others are there during the forward's end and the backward's beginning."""
+    """``kept_bytes`` wait for the backward; the others are there during the forward's end and the backward's beginning."""
 
-    kept: float
-    in_forward: float
-    in_backward: float
-    kept_gradient: float = 0.0  # of the head, already there at the end of the forward
+    kept_bytes: float
+    in_forward_bytes: float
+    in_backward_bytes: float
+    kept_gradient_bytes: float = 0.0  # of the head, already there at the end of the forward
 
 
 def tiled_head(model: ModelSpec, types: ElementBytes, num_positions: float, gradient_bytes: float) -> FusedHead:

@@ -265,7 +265,7 @@ def _moments(
         stored += pairs * (1.0 if job.attn_implementation == "sdpa" else types.compute)
     # final norm: its fp32 input; trained, also the normalised input; and the head's input where that is trained or cast
     head = _fused_head(model, job, plan, batch.num_head_tokens)
-    is_stock = head is None or not head.kept  # the head is a linear of its own, or one of chunks of its input
+    is_stock = head is None or not head.kept_bytes  # the head is a linear of its own, or one of chunks of its input
     if has_liger_norms(model, job):
         final_norm = types.stream * hidden + 4.0
     else:
@@ -285,7 +285,7 @@ def _moments(
     # 1. the loss. log-softmax is saved (4 B a logit), its backward holds the gradient of the loss and the result (4 + 4).
     head_tokens = batch.num_head_tokens
     if head is not None:
-        logits, loss_temporary = 0.0, head.in_backward
+        logits, loss_temporary = 0.0, head.in_backward_bytes
     elif job.framework == "litgpt":
         # head and loss in chunks of 128 positions, in the weights' type: the chunks' logits and their log-softmax stay
         chunk = min(head_tokens, 128.0 * batch.num_sequences)
@@ -302,10 +302,10 @@ def _moments(
     # a Trainer lets go of the model's outputs before the backward
     outputs = float((4.0 if job.upcasts_logits else types.compute) * vocab * head_tokens) if keeps_logits else 0.0
     kept_cache, kept_beside = (kv_cache, kv_beside) if keeps_logits else (0.0, 0.0)
-    waiting = head.kept + head.kept_gradient if head is not None else 0.0
+    waiting = head.kept_bytes + head.kept_gradient_bytes if head is not None else 0.0
     moments = [_Moment("loss", base_gradients, stored + final + waiting + kept_beside, logits, loss_temporary)]
     if head is not None:  # the end of the forward; and the final norm, whose backward holds five fp32 copies of its input
-        at_end = head.in_forward + gathered + (plan.autocast_copies_bytes if job.gradient_checkpointing else 0.0)
+        at_end = head.in_forward_bytes + gathered + (plan.autocast_copies_bytes if job.gradient_checkpointing else 0.0)
         moments.append(_Moment("loss", base_gradients, stored + final + waiting + kv_beside, 0.0, at_end))
         if not has_liger_norms(model, job):
             of_head = max(plan.head_gradient_bytes, base_gradients) if plan.head_trained else base_gradients
@@ -387,7 +387,7 @@ def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: 
     at_work = max(each.per_token * tokens + each.per_pair * batch.num_attended_pairs for each, _ in plan.runs)
     fixed = plan.gathered_bytes
     if head is not None:
-        logits, loss = 0.0, head.in_forward + head.kept
+        logits, loss = 0.0, head.in_forward_bytes + head.kept_bytes
     else:
         elements = model.vocab_size * batch.num_head_tokens
         logits, loss = float(types.compute * elements), (8.0 if types.compute == 2 else 4.0) * elements

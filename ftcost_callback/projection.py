@@ -114,7 +114,7 @@ class StepWindows:
 
     def add(self, step_seconds: float, num_tokens: float | None) -> None:
         self._seconds += step_seconds
-        self._tokens += num_tokens or 0.0
+        self._tokens += num_tokens or 0.0  # where tokens are not counted, no seconds are put down to them either
         self._count += 1
         if self._count == self._size:
             self._windows.append((self._seconds / self._size, self._tokens / self._size))

@@ -264,7 +264,9 @@ def test_the_largest_batch_is_the_last_that_the_verdict_lets_through(batches: di
     }
     largest = estimate(job).max_batch_size
     assert largest is not None
-    assert 5 < largest < 1000
+    # eager holds the scores of the whole flattened batch, which grow with its square
+    is_flattened = batches.get("padding_free", batches.get("packing", False))
+    assert (5 if attention == "eager" and is_flattened else 20) < largest < 1000
     verdicts = {
         size: estimate(job, per_device_train_batch_size=size).verdict for size in (1, largest - 1, largest, largest + 1)
     }

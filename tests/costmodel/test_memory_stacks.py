@@ -180,10 +180,10 @@ def test_trls_head_copies_the_rows_that_count_and_multiplies_one_tile() -> None:
     types, hidden, words = element_bytes(job), 2048, 128_256
     head = tiled_head(model, types, 10_000, 2.0 * words * hidden)
     tile = 2 * 4096 * 32_768
-    assert (head.kept, head.in_forward) == (2 * hidden * 10_000, tile)
-    assert head.in_backward == tile + 6 * hidden * 10_000 + 6 * words * hidden
+    assert (head.kept_bytes, head.in_forward_bytes) == (2 * hidden * 10_000, tile)
+    assert head.in_backward_bytes == tile + 6 * hidden * 10_000 + 6 * words * hidden
     # a fifth of the positions holds a fifth of the rows
-    assert tiled_head(model, types, 2000, 0.0).kept == head.kept / 5
+    assert tiled_head(model, types, 2000, 0.0).kept_bytes == head.kept_bytes / 5
 
 
 def test_ligers_head_makes_its_gradients_in_the_forward() -> None:
@@ -191,8 +191,8 @@ def test_ligers_head_makes_its_gradients_in_the_forward() -> None:
     model, job = prepared("meta-llama/Llama-3.2-1B", use_liger_kernel=True, method="full", dtype="bfloat16", bf16=False)
     hidden, words = 2048, 128_256
     head = liger_head(model, element_bytes(job), 4096, 2.0 * words * hidden)
-    assert (head.kept, head.kept_gradient, head.in_backward) == (2 * hidden * 4096, 2 * words * hidden, 0.0)
-    assert head.in_forward == 2 * 128 * (words + hidden) + 6 * words * hidden
+    assert (head.kept_bytes, head.kept_gradient_bytes, head.in_backward_bytes) == (2 * hidden * 4096, 2 * words * hidden, 0.0)
+    assert head.in_forward_bytes == 2 * 128 * (words + hidden) + 6 * words * hidden
 
 
 @pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (65.01, 128), (128, 128), (129, 256)])
