@@ -191,7 +191,11 @@ def test_ligers_head_makes_its_gradients_in_the_forward() -> None:
     model, job = prepared("meta-llama/Llama-3.2-1B", use_liger_kernel=True, method="full", dtype="bfloat16", bf16=False)
     hidden, words = 2048, 128_256
     head = liger_head(model, element_bytes(job), 4096, 2.0 * words * hidden)
-    assert (head.kept_bytes, head.kept_gradient_bytes, head.in_backward_bytes) == (2 * hidden * 4096, 2 * words * hidden, 0.0)
+    assert (head.kept_bytes, head.kept_gradient_bytes, head.in_backward_bytes) == (
+        2 * hidden * 4096,
+        2 * words * hidden,
+        0.0,
+    )
     assert head.in_forward_bytes == 2 * 128 * (words + hidden) + 6 * words * hidden
 
 
