@@ -13,7 +13,7 @@ from transformers.trainer_utils import HPSearchBackend
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_runs import listed_rows, pad_right, priced_callback, tiny_llama, training_arguments
-from wandb_files import merged, records
+from wandb_files import merged_updates, records_by_run
 
 from ftcost_callback import attach
 from ftcost_callback.run_file import RunRecord, read_run
@@ -57,28 +57,16 @@ def assert_each_trial_is_a_run_of_its_own(folder: Path, names: list[str]) -> lis
     return found
 
 
-def runs_with_rows(folder: Path) -> list[Path]:
-    """Folders of the client that hold rows of ours, each linked alone into a folder to be read from."""
-    alone = []
-    for run in sorted(folder.glob("wandb/*run-*")):
-        link = folder / f"alone-{run.name}" / "wandb" / run.name
-        link.parent.mkdir(parents=True)
-        link.symlink_to(run)
-        if any(record["type"] == "history" for record in records(link.parent.parent)):
-            alone.append(link.parent.parent)
-    return alone
-
-
 def assert_wandb_agrees(folder: Path, found: list[RunRecord]) -> None:
-    runs = runs_with_rows(folder)
-    assert [merged(run, "config")["ftcost"]["run_id"] for run in runs] == [record.run_id for record in found]
+    runs = [run for run in records_by_run(folder) if any(each["type"] == "history" for each in run)]
+    assert [merged_updates(run, "config")["ftcost"]["run_id"] for run in runs] == [record.run_id for record in found]
     for run, record in zip(runs, found, strict=True):
-        rows = [each["history"]["item"] for each in records(run) if each["type"] == "history"]
+        rows = [each["history"]["item"] for each in run if each["type"] == "history"]
         assert [row["train/global_step"] for row in rows if "ftcost/cost/spent_usd" in row] == [2, 4]
         assert [row["train/global_step"] for row in rows if "train/loss" in row] == [2, 4]
-        assert len([1 for each in records(run) if each["type"] == "alert"]) == 3
+        assert len([1 for each in run if each["type"] == "alert"]) == 3
         assert record.summary is not None
-        assert merged(run, "summary")["ftcost/summary/spent_usd"] == pytest.approx(record.summary.spent_usd)
+        assert merged_updates(run, "summary")["ftcost/summary/spent_usd"] == pytest.approx(record.summary.spent_usd)
 
 
 def test_trainings_as_a_search_makes_them(tmp_path: Path) -> None:

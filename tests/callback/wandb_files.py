@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -16,16 +17,30 @@ OFFLINE_ENVIRONMENT = {
 }
 
 
+def records_by_run(directory: Path) -> list[list[dict[str, Any]]]:
+    """The records of each run below ``directory``, in the order the runs began.
+
+    The client names a run's folder by the second it began in and then by chance, so the order is the one its record states.
+    """
+    return sorted(map(_records_of_file, directory.glob("wandb/*run-*/run-*.wandb")), key=_start_time)
+
+
 def records(directory: Path) -> list[dict[str, Any]]:
     """Every record of the runs below ``directory``, in the order the runs began."""
+    return list(itertools.chain.from_iterable(records_by_run(directory)))
+
+
+def _records_of_file(run_file: Path) -> list[dict[str, Any]]:
     from wandb.util import get_core_path
 
-    found: list[dict[str, Any]] = []
-    for run_file in sorted(directory.glob("wandb/*run-*/run-*.wandb")):
-        reader = [get_core_path(), "leet", "inspect", "--json", "--no-observability", "--run-file", str(run_file)]
-        output = subprocess.run([*reader, str(run_file.parent)], capture_output=True, text=True, check=True).stdout
-        found += [json.loads(line) for line in output.splitlines()]
-    return found
+    reader = [get_core_path(), "leet", "inspect", "--json", "--no-observability", "--run-file", str(run_file)]
+    output = subprocess.run([*reader, str(run_file.parent)], capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def _start_time(found: list[dict[str, Any]]) -> str:
+    """ISO 8601 in UTC, so it sorts as text; a file without a run (cut off at its head) comes first."""
+    return next((record["run"]["start_time"] for record in found if record["type"] == "run"), "")
 
 
 def history(directory: Path) -> list[dict[str, Any]]:
@@ -36,8 +51,13 @@ def history(directory: Path) -> list[dict[str, Any]]:
 
 def merged(directory: Path, kind: str) -> dict[str, Any]:
     """What config or summary hold in the end."""
+    return merged_updates(records(directory), kind)
+
+
+def merged_updates(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """What config or summary hold after these records."""
     values: dict[str, Any] = {}
-    for record in records(directory):
+    for record in found:
         if record["type"] == kind:
             values |= record[kind].get("update", {})
     return values
