@@ -8,11 +8,14 @@ from costmodel.defaults import ResolvedJob
 from costmodel.described_job import DescribedJob
 from costmodel.job_warnings import job_warnings
 from costmodel.lengths import ASSUMED_LOG_SIGMA, longest_sequence
+from costmodel.memory import MemoryBreakdown
 from costmodel.step_time import StepTime
 from costmodel.units import GIB
 
 
-def answer_warnings(described: DescribedJob, step: StepTime | None, fit: Fit | None, run: RunTime | None) -> list[str]:
+def answer_warnings(
+    described: DescribedJob, memory: MemoryBreakdown, step: StepTime | None, fit: Fit | None, run: RunTime | None
+) -> list[str]:
     """What follows from the figures, then what follows from the job alone."""
     job, resolved, model, gpu = described.parsed, described.job, described.model, described.gpu
     lengths, tokens = described.lengths, described.tokens
@@ -42,6 +45,12 @@ def answer_warnings(described: DescribedJob, step: StepTime | None, fit: Fit | N
     if lengths is not None and run is None and step is not None:
         warnings.append("num_samples (or max_steps) is not given: figures are for one step, totals are left out")
     warnings += _about_unknown_times(resolved, run)
+    loading = memory.load_device_bytes
+    if loading is not None and loading > memory.peak_device_bytes:
+        warnings.append(
+            f"loading the weights onto the card needs more than training does: {loading / GIB:.1f} GiB for a moment against "
+            f"{memory.peak_device_bytes / GIB:.1f}"
+        )
     if gpu is not None and fit is not None and resolved.eval_strategy != "no":
         alone = evaluation_batch(resolved, *longest_sequence(resolved, lengths))
         if alone is not None and not evaluation_fits(model, resolved, alone, gpu.memory_bytes, on_cpu=described.on_cpu):

@@ -166,8 +166,12 @@ def fit_of(described: DescribedJob, memory: MemoryBreakdown) -> Fit | None:
     if gpu is None:
         return None
     capacity, on_cpu = gpu.memory_bytes, described.on_cpu
+    loading = memory.load_device_bytes or 0
     high = memory.peak_device_bytes_high or memory.peak_device_bytes
-    verdict = "does_not_fit" if memory.peak_device_bytes > capacity else "tight" if high > capacity else "fits"
+    needed = max(memory.peak_device_bytes, loading)
+    verdict = "does_not_fit" if needed > capacity else "tight" if max(high, loading) > capacity else "fits"
+    if loading > capacity:  # no batch and no length would help
+        return Fit(verdict, capacity - needed, 0.0 if lengths is not None else None, 0, 0)
     longest, attended = longest_sequence(job, lengths)
     max_batch = max_batch_size(
         model, job, capacity, longest, is_padded=described.mixes_lengths, on_cpu=on_cpu, attended_tokens=attended
@@ -185,4 +189,4 @@ def fit_of(described: DescribedJob, memory: MemoryBreakdown) -> Fit | None:
         share = share_of_batches_that_fit(lengths, job.per_device_train_batch_size, max_length)
     elif lengths is not None:
         share = 0.0 if verdict == "does_not_fit" else 1.0
-    return Fit(verdict, capacity - memory.peak_device_bytes, share, max_batch, max_length)
+    return Fit(verdict, capacity - needed, share, max_batch, max_length)

@@ -96,7 +96,7 @@ def _estimate(parsed: Job, seen: TokensSeen | None) -> Estimate:
         interval = applied.interval_factor(interval) if applied else interval
     run = _run(described, step, factors)
     price = _price(described.parsed, gpu)
-    warnings += answer_warnings(described, step, fit, run)
+    warnings += answer_warnings(described, memory, step, fit, run)
     return answer_from(described, memory, fit, step, interval, run, price, evidence, applied, tuple(warnings))
 
 

@@ -1,6 +1,7 @@
 """Device memory of one training step: its peak as a maximum over moments, and what the card shows of it.
 
-What is held throughout stands in ``held_memory.py``, what each layer keeps in ``saved_activations.py``. All in bytes,
+What is held throughout stands in ``held_memory.py``, what each layer keeps in ``saved_activations.py``, what loading holds
+before the first step in ``load_memory.py``. All in bytes,
 all of one GPU, in the steady state (the optimizer has taken its first step).
 """
 
@@ -15,6 +16,7 @@ from costmodel.constants import ALLOCATOR_OVERHEAD, CUBLAS_WORKSPACE_BYTES, CUDA
 from costmodel.defaults import ResolvedJob
 from costmodel.head_memory import FusedHead, chunked_head, liger_head, tiled_head
 from costmodel.held_memory import ElementBytes, Held, element_bytes, held_bytes, on_one_gpu, optimizer_temporary_bytes
+from costmodel.load_memory import load_peak_bytes
 from costmodel.model_spec import ModelSpec
 from costmodel.saved_activations import LayerBytes, has_liger_norms, inputs_escape_checkpoints, layer_bytes
 from costmodel.workload import Batch
@@ -41,6 +43,8 @@ class MemoryBreakdown:
     capacity_bytes: int | None = None
     # what the card shows at the worst moment of each phase; the largest is peak_device_bytes
     device_bytes_by_phase: Mapping[str, int] | None = None
+    # what the card shows at most while the weights are loaded onto it, before the first step; given back before that
+    load_device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,7 @@ def peak_memory(
         reserved = _reserved_bytes(fixed, moment, shares)
         by_phase[moment.phase] = max(reserved, by_phase.get(moment.phase, 0.0))
     allocated, most_reserved = fixed + worst.total, max(by_phase.values())
+    loading = load_peak_bytes(model, job)
     return MemoryBreakdown(
         weights_bytes=held.weights_bytes,
         adapters_bytes=held.adapters_bytes,
@@ -170,6 +175,7 @@ def peak_memory(
         peak_reserved_bytes=int(most_reserved),
         peak_device_bytes=int(most_reserved) + context,
         device_bytes_by_phase={phase: int(reserved) + context for phase, reserved in by_phase.items()},
+        load_device_bytes=None if loading is None else loading + context,
     )
 
 

@@ -177,6 +177,8 @@ def _memory_panel(answer: Mapping[str, Any], top: float) -> tuple[list[str], flo
         parts.append(_text(cx + column - 30, cy, format_gib(size), "muted", "end"))
     y += (len(terms) + 1) // 2 * _LINE
     by_phase = memory.get("device_bytes_by_phase") or {}
+    if (loading := memory.get("load_device_bytes")) is not None:
+        by_phase = {"load": loading, **by_phase}
     return (parts, y) if len(by_phase) < 2 else _phases(parts, by_phase, capacity, y + 14)
 
 

@@ -124,10 +124,16 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
     vowels = "AEIO" if gpu[1:2].islower() else "AEFHILMNORSX8"  # by sound, a word or letters: an H100, a T4, a Radeon
     article = "an" if gpu[:1].upper() in vowels else "a"
     capacity = format_gib(memory["capacity_bytes"]).removesuffix(" GiB")
-    sentence = f"does not fit: needs {format_gib(memory['peak_device_bytes'])}, {article} {gpu} has {capacity}: "
+    loading = memory.get("load_device_bytes") or 0
+    needed = max(memory["peak_device_bytes"], loading)
+    does_not_load = loading > memory["capacity_bytes"]
+    when = " while it is loaded" if does_not_load and needed == loading else ""
+    sentence = f"does not fit: needs {format_gib(needed)}{when}, {article} {gpu} has {capacity}: "
     ways_out = []
     batch, length = answer.get("max_batch_size"), answer.get("max_length_that_fits")
-    if batch:
+    if does_not_load:
+        ways_out.append("no batch size helps")
+    elif batch:
         ways_out.append(f"largest batch that fits is {batch}")
     else:
         if batch == 0:
@@ -239,6 +245,8 @@ def _summary_rows(answer: Mapping[str, Any], today: datetime.date | None) -> lis
     ]
     if reason := _why_memory_may_be_far_off(answer):
         rows.append(("", reason))
+    if (loading := memory.get("load_device_bytes")) is not None:
+        rows.append(("while loading", format_gib(loading)))
     if answer.get("max_batch_size") is not None:
         length = answer.get("max_length_that_fits")
         rows.append(("largest that fits", _largest_text(answer["max_batch_size"], length)))

@@ -195,6 +195,7 @@ def test_litgpt_1112_a_small_model_can_need_more_with_qlora() -> None:
         "lengths": {"fixed": 512},
         "lora_target_modules": "all-linear",
         "framework": "litgpt",
+        "framework_version": "0.2",  # of March 2024, whose bitsandbytes held the input of each 4-bit linear
     }
     lora, qlora = answer_to(**fields, method="lora"), answer_to(**fields, method="qlora", quantization="nf4")
     assert qlora.memory.peak_device_bytes > lora.memory.peak_device_bytes
@@ -250,6 +251,43 @@ def test_bitsandbytes_1849_stacks_of_experts_are_not_quantised(model: str) -> No
     assert held_bytes(spec, job).weights_bytes > 2 * stacks
     answer = answer_to(model=model, method="qlora", quantization="nf4", dtype="bfloat16")
     assert any("does not quantise the stacked experts" in warning for warning in answer.warnings)
+
+
+def test_bitsandbytes_1780_loading_in_4_bit_can_need_more_than_loading_in_16() -> None:
+    """Stacked experts stay as they are, are put together on the card, and are lifted to fp32 by peft's preparation."""
+    fields = {"model": "Qwen/Qwen3-30B-A3B", "dtype": "bfloat16", "framework": "trl", "max_length": 128, "gpu": "H200 SXM"}
+    plain = answer_to(**fields, method="lora").memory
+    in_4_bit = {**fields, "method": "qlora", "quantization": "nf4"}
+    kept, lifted = (answer_to(**in_4_bit, prepare_model_for_kbit_training=lifts).memory for lifts in (False, True))
+    assert plain.load_device_bytes is not None
+    assert kept.load_device_bytes is not None
+    assert lifted.load_device_bytes is not None
+    stack = (
+        128 * 2 * 768 * 2048 * 2
+    )  # gate and up projections of one layer's experts, which stand twice while they are joined
+    for memory in (plain, kept):
+        assert memory.load_device_bytes == pytest.approx(memory.weights_bytes + memory.context_bytes + stack, rel=0.002)
+    assert lifted.load_device_bytes > 1.5 * plain.load_device_bytes
+    assert "while loading" in report.to_text(answer_to(**fields, method="lora"))
+
+
+def test_a_model_that_does_not_load_does_not_fit() -> None:
+    """Between what training needs and what loading needs, no batch helps."""
+    fields = {"model": "meta-llama/Llama-3.2-1B", "method": "qlora", "quantization": "nf4", "dtype": "bfloat16"}
+    fields |= {"prepare_model_for_kbit_training": True, "per_device_train_batch_size": 1, "lengths": {"fixed": 1}}
+    needs = answer_to(**fields).memory
+    assert needs.load_device_bytes is not None
+    assert needs.load_device_bytes > needs.peak_device_bytes + 2**20
+    for capacity, verdict in ((needs.load_device_bytes - 2**20, "does_not_fit"), (needs.load_device_bytes, "tight")):
+        gpu = {"name": "Small", "memory_bytes": capacity, "memory_bandwidth_bytes_per_second": 1e12}
+        answer = answer_to(**fields, gpu={**gpu, "peak_bf16_flops_per_second": 1e14})
+        assert answer.verdict == verdict
+        assert answer.headroom_bytes == capacity - needs.load_device_bytes
+        assert (answer.max_batch_size == 0) is (verdict == "does_not_fit")
+        assert any("loading the weights onto the card needs more than training" in each for each in answer.warnings)
+    assert "while it is loaded" in report.does_not_fit_sentence(
+        answer_to(**fields, gpu={**gpu, "peak_bf16_flops_per_second": 1e14, "memory_bytes": needs.load_device_bytes - 1})
+    )
 
 
 def test_automodel_2358_a_27b_model_with_and_without_4_bit() -> None:

@@ -1,0 +1,145 @@
+"""Device memory while the weights are loaded, before the first step: what is there already, and the tensor at work.
+
+transformers 5.24 loads one tensor after the other in the order of their names (``core_model_loading.py``): each comes to the
+card in the type it is loaded in, and is quantised, joined or unpacked there, so for a moment more is held than in the end.
+peft's preparation for 4- and 8-bit training then lifts what was not quantised to fp32, in the order of the modules.
+A ``Trainer`` gives back what loading reserved before its first step: this peak stands apart from the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from costmodel.adapters import experts_are_stacked
+from costmodel.defaults import BITSANDBYTES, OWN_KERNEL_FRAMEWORKS, ResolvedJob
+from costmodel.held_memory import element_bytes, quantized_element_bytes
+from costmodel.model_spec import NO_ATTENTION, Experts, Layer, ModelSpec
+
+# Bytes of an element beside its quantised form while that is made (bitsandbytes 0.50): the tensor as it was loaded, and for
+# double quantisation the fp32 scale of 64 elements twice, for int8 a copy in fp16.
+_BESIDE_DOUBLE_QUANTISED: Final = 2 * 4 / 64
+_BESIDE_INT8: Final = 2.0
+# Bytes of an element beside its new form while MXFP4 is unpacked (transformers 5.24, integrations/mxfp4.py): throughout,
+# what was packed, and the scale of 32 elements in int32; for the part at work, an int32 place and a value for every second
+# element; at the end, the whole once more, transposed.
+_BESIDE_UNPACKED: Final = 0.5 + 1 / 32 + 4 / 32
+_ELEMENTS_UNPACKED_AT_ONCE: Final = 32_768 * 1024 * 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One parameter: its bytes once it is there, and those beside them while it is made ready."""
+
+    name: str
+    kept_bytes: float
+    beside_bytes: float = 0.0
+    is_quantised: bool = False
+
+
+@lru_cache(maxsize=512)
+def load_peak_bytes(model: ModelSpec, job: ResolvedJob) -> int | None:
+    """Most bytes of tensors on the card until the model is ready to train; ``None`` where it is not made ready there.
+
+    bitsandbytes quantises on the card, and TRL loads onto it in a single process. Others load on the host and move what is
+    ready, so nothing is held beside the weights; frameworks with loaders of their own were not read.
+    """
+    quantises = job.quantization in BITSANDBYTES
+    loads_there = quantises or (job.framework == "trl" and job.num_gpus == 1 and job.quantization is None)
+    if job.framework in OWN_KERNEL_FRAMEWORKS or job.sharding.parts(3) > 1 or not loads_there:
+        return None
+    peak = _peak(_in_order_of_names(model, job), 0.0)
+    types = element_bytes(job)
+    if quantises and types.stream > types.weights:
+        loaded = sum(each.kept_bytes for each in _in_order_of_names(model, job))
+        peak = max(peak, _peak(_lifted(model, job, types.stream / types.weights), loaded))
+    return int(peak)
+
+
+def _peak(tensors: Iterable[_Tensor], held: float) -> float:
+    peak = held
+    for each in tensors:
+        held += each.kept_bytes
+        peak = max(peak, held + each.beside_bytes)
+    return peak
+
+
+def _in_order_of_names(model: ModelSpec, job: ResolvedJob) -> Iterator[_Tensor]:
+    """As the weights are loaded. A head comes before the layers, a layer's attention often after its MLP."""
+
+    def order(each: _Tensor) -> list[str]:
+        return each.name.split(".")
+
+    outside, first = sorted(_outside(model, job), key=order), f"{model.layers_path}.0".split(".")
+    yield from (each for each in outside if order(each) < first)
+    for layer, count in model.layers:
+        yield from _equal_layers(sorted(_tensors(layer, model, job), key=order), count)
+    yield from (each for each in outside if order(each) > first)
+
+
+def _lifted(model: ModelSpec, job: ResolvedJob, factor: float) -> Iterator[_Tensor]:
+    """What lifting adds in the order of the modules, the head last: of each parameter, the old form beside the new."""
+
+    def lifted(tensors: Iterable[_Tensor]) -> list[_Tensor]:
+        rest = [each for each in tensors if not each.is_quantised]
+        return [_Tensor(each.name, (factor - 1) * each.kept_bytes, each.kept_bytes) for each in rest]
+
+    outside = lifted(_outside(model, job))
+    is_head = f"{model.head_path}.weight"
+    yield from (each for each in outside if each.name != is_head)
+    for layer, count in model.layers:
+        yield from _equal_layers(lifted(_tensors(layer, model, job)), count)
+    yield from (each for each in outside if each.name == is_head)
+
+
+def _equal_layers(tensors: Sequence[_Tensor], count: int) -> Iterator[_Tensor]:
+    """``count`` layers, one after the other: only the last can hold the peak, so those before it are one tensor."""
+    yield _Tensor("", (count - 1) * sum(each.kept_bytes for each in tensors))
+    yield from tensors
+
+
+def _outside(model: ModelSpec, job: ResolvedJob) -> list[_Tensor]:
+    """Embedding, head and what else is in no layer. bitsandbytes leaves embedding and head as they are."""
+    width = element_bytes(job).weights
+    found = [(f"{model.embedding_path}.weight", model.embedding_params), (f"{model.head_path}.weight", model.head_params)]
+    rest = Layer(model.linears, model.norms, NO_ATTENTION, weights=model.weights)
+    return [_Tensor(name, width * size) for name, size in found if size] + list(_tensors(rest, model, job))
+
+
+def _tensors(layer: Layer, model: ModelSpec, job: ResolvedJob) -> Iterator[_Tensor]:
+    """The parameters of a layer, by their names inside it."""
+    width = element_bytes(job).weights
+    linears = {f"{each.name}.weight" for each in layer.linears}
+    stacks = {stack.name: (experts, stack.num_matrices) for experts in layer.all_experts for stack in experts.stacks}
+    for name, size in layer.parameters():
+        plain = _Tensor(name, float(width * size))
+        if name in stacks:
+            yield _stack(plain, size, *stacks[name], model, job)
+        elif job.quantization in BITSANDBYTES and name in linears:
+            yield _quantised(name, size, size, job)
+        else:
+            yield plain
+
+
+def _stack(plain: _Tensor, size: int, experts: Experts, num_matrices: int, model: ModelSpec, job: ResolvedJob) -> _Tensor:
+    """The experts of a layer: in transformers 5 joined from those of the file, or unpacked; before it, one after another."""
+    if not experts_are_stacked(experts, job.fused_experts):
+        if job.quantization in BITSANDBYTES:
+            return _quantised(plain.name, size, size // num_matrices, job)
+        return plain
+    if model.checkpoint_quantization == "mxfp4" and job.quantization is None:
+        width = element_bytes(job).weights
+        of_part = (4 + width) / 2 * min(size, _ELEMENTS_UNPACKED_AT_ONCE)
+        return _Tensor(plain.name, plain.kept_bytes, _BESIDE_UNPACKED * size + max(of_part, width * size))
+    return _Tensor(plain.name, plain.kept_bytes, plain.kept_bytes if experts.linear_names else 0.0)
+
+
+def _quantised(name: str, num_elements: int, num_at_once: int, job: ResolvedJob) -> _Tensor:
+    beside = float(element_bytes(job).weights)
+    if job.quantization == "int8":
+        beside += _BESIDE_INT8
+    elif job.double_quant:
+        beside += _BESIDE_DOUBLE_QUANTISED
+    return _Tensor(name, quantized_element_bytes(job) * num_elements, beside * num_at_once, is_quantised=True)
