@@ -96,9 +96,9 @@ def element_bytes(job: ResolvedJob) -> ElementBytes:
     )
 
 
-def quantized_element_bytes(job: ResolvedJob) -> float:
-    """Bytes of a quantised parameter, its share of the scales inside; the job must be quantised."""
-    return _QUANTIZED_BYTES[f"{job.quantization}-double" if job.double_quant else str(job.quantization)]
+def quantized_element_bytes(quantization: str | None, *, double_quant: bool) -> float:
+    """Bytes of a quantised parameter, its share of the scales inside. ``KeyError`` where nothing is quantised."""
+    return _QUANTIZED_BYTES[f"{quantization}-double" if double_quant else str(quantization)]
 
 
 def quantized_params(model: ModelSpec, job: ResolvedJob) -> int:
@@ -132,7 +132,7 @@ def held_bytes(model: ModelSpec, job: ResolvedJob) -> Held:
     rest_bytes = BYTES_PER_ELEMENT[stream_dtype(job)]
     weights = rest * rest_bytes
     if job.quantization:
-        weights += int(quantized * quantized_element_bytes(job))
+        weights += int(quantized * quantized_element_bytes(job.quantization, double_quant=job.double_quant))
         if job.quantization == "int8":
             weights += 4 * sum(linear.out_features * count for layer, count in model.layers for linear in layer.linears)
     trained_bytes = trained_parameter_bytes(model, job)

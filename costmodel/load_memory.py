@@ -39,7 +39,21 @@ class _Tensor:
     is_quantised: bool = False
 
 
-@lru_cache(maxsize=512)
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What of a job decides how its weights are loaded: few jobs differ in it."""
+
+    quantization: str | None
+    double_quant: bool
+    fused_experts: bool
+    loaded_bytes: int  # of an element
+    ready_bytes: int  # once what is not quantised was lifted
+
+    @property
+    def is_bitsandbytes(self) -> bool:
+        return self.quantization in BITSANDBYTES
+
+
 def load_peak_bytes(model: ModelSpec, job: ResolvedJob) -> int | None:
     """Most bytes of tensors on the card until the model is ready to train; ``None`` where it is not made ready there.
 
@@ -50,11 +64,17 @@ def load_peak_bytes(model: ModelSpec, job: ResolvedJob) -> int | None:
     loads_there = quantises or (job.framework == "trl" and job.num_gpus == 1 and job.quantization is None)
     if job.framework in OWN_KERNEL_FRAMEWORKS or job.sharding.parts(3) > 1 or not loads_there:
         return None
-    peak = _peak(_in_order_of_names(model, job), 0.0)
     types = element_bytes(job)
-    if quantises and types.stream > types.weights:
-        loaded = sum(each.kept_bytes for each in _in_order_of_names(model, job))
-        peak = max(peak, _peak(_lifted(model, job, types.stream / types.weights), loaded))
+    ready = types.stream if quantises else types.weights
+    return _load_peak_bytes(model, _Load(job.quantization, job.double_quant, job.fused_experts, types.weights, ready))
+
+
+@lru_cache(maxsize=512)
+def _load_peak_bytes(model: ModelSpec, load: _Load) -> int:
+    peak = _peak(_in_order_of_names(model, load), 0.0)
+    if load.ready_bytes > load.loaded_bytes:
+        loaded = sum(each.kept_bytes for each in _in_order_of_names(model, load))
+        peak = max(peak, _peak(_lifted(model, load), loaded))
     return int(peak)
 
 
@@ -66,31 +86,33 @@ def _peak(tensors: Iterable[_Tensor], held: float) -> float:
     return peak
 
 
-def _in_order_of_names(model: ModelSpec, job: ResolvedJob) -> Iterator[_Tensor]:
+def _in_order_of_names(model: ModelSpec, load: _Load) -> Iterator[_Tensor]:
     """As the weights are loaded. A head comes before the layers, a layer's attention often after its MLP."""
 
     def order(each: _Tensor) -> list[str]:
         return each.name.split(".")
 
-    outside, first = sorted(_outside(model, job), key=order), f"{model.layers_path}.0".split(".")
+    outside, first = sorted(_outside(model, load), key=order), f"{model.layers_path}.0".split(".")
     yield from (each for each in outside if order(each) < first)
     for layer, count in model.layers:
-        yield from _equal_layers(sorted(_tensors(layer, model, job), key=order), count)
+        yield from _equal_layers(sorted(_tensors(layer, model, load), key=order), count)
     yield from (each for each in outside if order(each) > first)
 
 
-def _lifted(model: ModelSpec, job: ResolvedJob, factor: float) -> Iterator[_Tensor]:
+def _lifted(model: ModelSpec, load: _Load) -> Iterator[_Tensor]:
     """What lifting adds in the order of the modules, the head last: of each parameter, the old form beside the new."""
 
     def lifted(tensors: Iterable[_Tensor]) -> list[_Tensor]:
         rest = [each for each in tensors if not each.is_quantised]
         return [_Tensor(each.name, (factor - 1) * each.kept_bytes, each.kept_bytes) for each in rest]
 
-    outside = lifted(_outside(model, job))
+    factor = load.ready_bytes / load.loaded_bytes
+
+    outside = lifted(_outside(model, load))
     is_head = f"{model.head_path}.weight"
     yield from (each for each in outside if each.name != is_head)
     for layer, count in model.layers:
-        yield from _equal_layers(lifted(_tensors(layer, model, job)), count)
+        yield from _equal_layers(lifted(_tensors(layer, model, load)), count)
     yield from (each for each in outside if each.name == is_head)
 
 
@@ -100,46 +122,49 @@ def _equal_layers(tensors: Sequence[_Tensor], count: int) -> Iterator[_Tensor]:
     yield from tensors
 
 
-def _outside(model: ModelSpec, job: ResolvedJob) -> list[_Tensor]:
+def _outside(model: ModelSpec, load: _Load) -> list[_Tensor]:
     """Embedding, head and what else is in no layer. bitsandbytes leaves embedding and head as they are."""
-    width = element_bytes(job).weights
+    width = load.loaded_bytes
     found = [(f"{model.embedding_path}.weight", model.embedding_params), (f"{model.head_path}.weight", model.head_params)]
     rest = Layer(model.linears, model.norms, NO_ATTENTION, weights=model.weights)
-    return [_Tensor(name, width * size) for name, size in found if size] + list(_tensors(rest, model, job))
+    return [_Tensor(name, width * size) for name, size in found if size] + list(_tensors(rest, model, load))
 
 
-def _tensors(layer: Layer, model: ModelSpec, job: ResolvedJob) -> Iterator[_Tensor]:
+def _tensors(layer: Layer, model: ModelSpec, load: _Load) -> Iterator[_Tensor]:
     """The parameters of a layer, by their names inside it."""
-    width = element_bytes(job).weights
     linears = {f"{each.name}.weight" for each in layer.linears}
     stacks = {stack.name: (experts, stack.num_matrices) for experts in layer.all_experts for stack in experts.stacks}
     for name, size in layer.parameters():
-        plain = _Tensor(name, float(width * size))
+        plain = _Tensor(name, float(load.loaded_bytes * size))
         if name in stacks:
-            yield _stack(plain, size, *stacks[name], model, job)
-        elif job.quantization in BITSANDBYTES and name in linears:
-            yield _quantised(name, size, size, job)
+            yield _stack(plain, size, *stacks[name], model, load)
+        elif load.is_bitsandbytes and name in linears:
+            yield _quantised(name, size, size, load)
         else:
             yield plain
 
 
-def _stack(plain: _Tensor, size: int, experts: Experts, num_matrices: int, model: ModelSpec, job: ResolvedJob) -> _Tensor:
+def _stack(plain: _Tensor, size: int, experts: Experts, num_matrices: int, model: ModelSpec, load: _Load) -> _Tensor:
     """The experts of a layer: in transformers 5 joined from those of the file, or unpacked; before it, one after another."""
-    if not experts_are_stacked(experts, job.fused_experts):
-        if job.quantization in BITSANDBYTES:
-            return _quantised(plain.name, size, size // num_matrices, job)
+    if not experts_are_stacked(experts, load.fused_experts):
+        if load.is_bitsandbytes:
+            return _quantised(plain.name, size, size // num_matrices, load)
         return plain
-    if model.checkpoint_quantization == "mxfp4" and job.quantization is None:
-        width = element_bytes(job).weights
-        of_part = (4 + width) / 2 * min(size, _ELEMENTS_UNPACKED_AT_ONCE)
-        return _Tensor(plain.name, plain.kept_bytes, _BESIDE_UNPACKED * size + max(of_part, width * size))
+    if model.checkpoint_quantization == "mxfp4" and load.quantization is None:
+        of_part = (4 + load.loaded_bytes) / 2 * min(size, _ELEMENTS_UNPACKED_AT_ONCE)
+        return _Tensor(plain.name, plain.kept_bytes, _BESIDE_UNPACKED * size + max(of_part, plain.kept_bytes))
     return _Tensor(plain.name, plain.kept_bytes, plain.kept_bytes if experts.linear_names else 0.0)
 
 
-def _quantised(name: str, num_elements: int, num_at_once: int, job: ResolvedJob) -> _Tensor:
-    beside = float(element_bytes(job).weights)
-    if job.quantization == "int8":
+def _quantised(name: str, num_elements: int, num_at_once: int, load: _Load) -> _Tensor:
+    beside = float(load.loaded_bytes)
+    if load.quantization == "int8":
         beside += _BESIDE_INT8
-    elif job.double_quant:
+    elif load.double_quant:
         beside += _BESIDE_DOUBLE_QUANTISED
-    return _Tensor(name, quantized_element_bytes(job) * num_elements, beside * num_at_once, is_quantised=True)
+    return _Tensor(
+        name,
+        quantized_element_bytes(load.quantization, double_quant=load.double_quant) * num_elements,
+        beside * num_at_once,
+        is_quantised=True,
+    )
