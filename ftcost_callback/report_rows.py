@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from costmodel.tables import table_as_text
+from ftcost_callback.report_breakdown import profile_sentence, profile_tables, profile_title, step_figures
 from ftcost_callback.report_numbers import duration, percent, usd
 from ftcost_callback.report_reading import read_series
 from ftcost_callback.report_run import ReportedRun, plan_ratio
@@ -32,7 +35,8 @@ def summary_row(path: str | Path) -> dict[str, Any]:
     """
     series = read_series(Path(path))
     run = ReportedRun(series, totals(series), "r0")
-    return _present(_identity(run)) | _figures(run) | ({"remarks": list(series.remarks)} if series.remarks else {})
+    inside = {name: value for name, value in step_figures(run).items() if name == "profile"}  # the passes are in the figures
+    return _present(_identity(run)) | _figures(run) | inside | ({"remarks": list(series.remarks)} if series.remarks else {})
 
 
 def summary_text(row: Mapping[str, Any]) -> str:
@@ -66,8 +70,18 @@ def summary_text(row: Mapping[str, Any]) -> str:
     if predicted:
         ratio = row.get("total_measured_over_predicted")
         rates.append(f"predicted {', '.join(predicted)}" + (f" (took {ratio:.2f}x)" if ratio is not None else ""))
+    passes = [
+        f"{name} {duration(row[f'{name}_seconds_mean'])}"
+        for name in ("forward", "backward", "optimizer")
+        if row.get(f"{name}_seconds_mean") is not None
+    ]
     lines += [f"  {', '.join(each)}" for each in (shares, rates) if each]
+    lines += [f"  a step: {', '.join(passes)}"] if passes else []
     lines += [f"  {text}" for text in (row.get("verdict"), *row.get("remarks", ())) if text]
+    if "profile" in row:
+        lines += [f"  {profile_title(row)}. {profile_sentence(row, row.get('step_seconds_mean'))}"]
+        lines += [f"  {row['profile']['reason']}"] if row["profile"].get("reason") else []
+        lines += [textwrap.indent(table_as_text(table), "  ") for table in profile_tables(row)]
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from synthetic_run import moe_run, write_rows
 
 from ftcost_callback.report_html import render_report
 from ftcost_callback.report_reading import read_series
+from ftcost_callback.report_rows import summary_row, summary_text
 
 PROFILE = {
     "type": "profile",
@@ -75,3 +76,31 @@ def test_phases_are_shown_with_their_prediction(tmp_path: Path) -> None:
 
 def test_a_record_without_any_of_it_has_no_such_section(tmp_path: Path) -> None:
     assert "Inside a step" not in page_of(tmp_path)
+
+
+def test_the_text_and_the_json_show_the_profile_too(tmp_path: Path) -> None:
+    rows = list(moe_run())
+    for row in rows:
+        if row["type"] == "prediction":
+            row["step"] = row["step"] | {"by_group_seconds": PREDICTED}
+        if row["type"] == "summary":
+            row |= {"forward_seconds_mean": 0.5, "backward_seconds_mean": 1.25, "optimizer_seconds_mean": 0.25}
+    rows[-1:-1] = [PROFILE]
+    found = summary_row(write_rows(tmp_path / "run.jsonl", rows))
+    assert found["profile"]["layer_type_seconds"] == PROFILE["layer_type_seconds"]
+    assert found["profile"]["predicted_by_group_seconds"] == PREDICTED
+    assert "type" not in found["profile"]
+    lines = [re.sub(r"  +", " | ", line.strip()) for line in summary_text(found).splitlines()]
+    assert "a step: forward 500 ms, backward 1.25 s, optimizer 250 ms" in lines
+    assert any(line.startswith("Steps 20 to 25 under the profiler. Means of a step of 2 s;") for line in lines)
+    assert "Experts | 1.2 s | 60.0 %" in lines
+    assert "Matrix products | 1 s | 50.0 %" in lines
+    assert "expert products | 900 ms | 600 ms | 1.50" in lines
+
+
+def test_a_profile_without_its_steps_is_not_shown(tmp_path: Path) -> None:
+    rows = list(moe_run())
+    rows[-1:-1] = [{name: value for name, value in PROFILE.items() if name != "step_seconds"}]
+    found = summary_row(write_rows(tmp_path / "run.jsonl", rows))
+    assert "profile" not in found
+    assert "profiler" not in summary_text(found)
