@@ -213,6 +213,8 @@ def llmq_runs() -> Iterator[Run]:
             "lengths": {"fixed": 1024},
             "framework": "other",
         }
+        if row["gpu"].startswith("H100"):
+            fields["attn_implementation"] = "flash_attention_3"  # stands for cuDNN's, which uses Hopper's instructions
         rate = float(row["tokens_per_s"])
         yield make_run(
             row["row_id"],
@@ -260,6 +262,7 @@ def nemo_runs() -> Iterator[Run]:
             "optim": "adamw_torch_fused",
             "use_liger_kernel": True,  # stands for fused norms, rope, activation and loss
             "fused_loss": "fused",
+            "attn_implementation": "flash_attention_3",  # stands for Transformer Engine's, which uses Hopper's instructions
             "max_length": 4096,
             "lengths": {"fixed": 4096},
             "framework": "other",

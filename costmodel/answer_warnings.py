@@ -9,6 +9,7 @@ from costmodel.described_job import DescribedJob
 from costmodel.job_warnings import job_warnings
 from costmodel.lengths import ASSUMED_LOG_SIGMA, longest_sequence
 from costmodel.memory import MemoryBreakdown
+from costmodel.slowest_gpu import waits_where_lengths_differ
 from costmodel.step_time import StepTime
 from costmodel.units import GIB
 
@@ -30,6 +31,11 @@ def answer_warnings(
             f"only a mean length is given: a log-normal shape is assumed (sigma {ASSUMED_LOG_SIGMA}); give a histogram for "
             "the padding that your data really causes"
         )
+    if job.lengths is None and tokens is not None and waits_where_lengths_differ(resolved):
+        waiting = (
+            f"the spread of lengths is not given: no wait of {resolved.num_gpus} GPUs for the one with most tokens is in "
+        )
+        warnings.append(waiting + "the time; give lengths (a mean and max, a histogram or a data set)")
     if lengths is not None and lengths.share_cut > 0:
         share = f"{lengths.share_cut:.1%}" if lengths.share_cut >= 0.001 else "fewer than 0.1%"
         warnings.append(f"{share} of the samples are longer than max_length {resolved.max_length} and are cut there")
@@ -53,7 +59,10 @@ def answer_warnings(
         )
     if gpu is not None and fit is not None and resolved.eval_strategy != "no":
         alone = evaluation_batch(resolved, *longest_sequence(resolved, lengths))
-        if alone is not None and not evaluation_fits(model, resolved, alone, gpu.memory_bytes, on_cpu=described.on_cpu):
+        is_padded, on_cpu = described.evaluation_is_padded, described.on_cpu
+        if alone is not None and not evaluation_fits(
+            model, resolved, alone, gpu.memory_bytes, is_padded=is_padded, on_cpu=on_cpu
+        ):
             warnings.append(
                 f"the evaluation alone does not fit {gpu.name}, whatever the training batch: lower "
                 f"per_device_eval_batch_size ({resolved.per_device_eval_batch_size})"

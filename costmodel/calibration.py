@@ -291,8 +291,8 @@ def _fitted(steps: Sequence[MeasuredStep], num_factors: int, start: tuple[float,
 
     Two unknowns and a smooth, monotone model: Newton's method with the step halved until the cost falls.
     """
-    if num_factors == 1:
-        factor = math.exp(-_median([_log_error(step, 1.0, 1.0) for step in steps]))
+    if num_factors == 1:  # by their mean, as two are: a bill is the sum of the steps
+        factor = math.exp(-sum(_log_error(step, 1.0, 1.0) for step in steps) / len(steps))
         return factor, factor
 
     def errors(x: float, y: float) -> list[float]:
@@ -343,10 +343,6 @@ def _error(steps: Sequence[MeasuredStep], residual: float, start: tuple[float, f
         others = ordered[:place] + ordered[place + 1 :]
         missed.append(abs(_log_error(ordered[place], *_fitted(others, 2, start))))
     return max(_SMALLEST_ERROR, left_over, _quantile(missed, 0.8))
-
-
-def _median(values: Sequence[float]) -> float:
-    return _quantile(values, 0.5)
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

@@ -60,6 +60,7 @@ def max_batch_size(
     sequence_tokens: int,
     *,
     is_padded: bool,
+    evaluation_is_padded: bool | None = None,
     on_cpu: bool = False,
     attended_tokens: int | None = None,
 ) -> int:
@@ -78,6 +79,7 @@ def max_batch_size(
             is_padded=is_padded and (size > 1 or job.packing),
             on_cpu=on_cpu,
             evaluation=evaluation,
+            evaluation_is_padded=evaluation_is_padded,
         )
 
     return largest_that_fits(peak, capacity_bytes, MAX_BATCH_SIZE)
@@ -91,15 +93,14 @@ def evaluation_batch(job: ResolvedJob, sequence_tokens: int, attended_tokens: in
 
 
 def evaluation_fits(
-    model: ModelSpec, job: ResolvedJob, evaluation: Batch, capacity_bytes: int, *, on_cpu: bool = False
+    model: ModelSpec, job: ResolvedJob, evaluation: Batch, capacity_bytes: int, *, is_padded: bool, on_cpu: bool = False
 ) -> bool:
     """Whether the evaluation fits beside the smallest training batch: one token."""
     smallest = longest_batch(job, 1, 1)
-    alone = peak_device_bytes(model, job, smallest, on_cpu=on_cpu)
-    return (
-        alone > capacity_bytes  # nothing fits, and it is not the evaluation's fault
-        or peak_device_bytes(model, job, smallest, on_cpu=on_cpu, evaluation=evaluation) <= capacity_bytes
-    )
+    if peak_device_bytes(model, job, smallest, on_cpu=on_cpu) > capacity_bytes:
+        return True  # nothing fits, and it is not the evaluation's fault
+    both = peak_device_bytes(model, job, smallest, on_cpu=on_cpu, evaluation=evaluation, evaluation_is_padded=is_padded)
+    return both <= capacity_bytes
 
 
 def max_length_that_fits(
@@ -108,6 +109,7 @@ def max_length_that_fits(
     capacity_bytes: int,
     *,
     is_padded: bool,
+    evaluation_is_padded: bool | None = None,
     on_cpu: bool = False,
     attended_tokens: int | None = None,
 ) -> int:
@@ -126,6 +128,7 @@ def max_length_that_fits(
             is_padded=is_padded,
             on_cpu=on_cpu,
             evaluation=evaluation_batch(job, tokens, attended_tokens),
+            evaluation_is_padded=evaluation_is_padded,
         )
 
     return multiple * largest_that_fits(peak, capacity_bytes, max(1, MAX_SEQUENCE_TOKENS // multiple))
@@ -174,13 +177,21 @@ def fit_of(described: DescribedJob, memory: MemoryBreakdown) -> Fit | None:
         return Fit(verdict, capacity - needed, 0.0 if lengths is not None else None, 0, 0)
     longest, attended = longest_sequence(job, lengths)
     max_batch = max_batch_size(
-        model, job, capacity, longest, is_padded=described.mixes_lengths, on_cpu=on_cpu, attended_tokens=attended
+        model,
+        job,
+        capacity,
+        longest,
+        is_padded=described.mixes_lengths,
+        evaluation_is_padded=described.evaluation_is_padded,
+        on_cpu=on_cpu,
+        attended_tokens=attended,
     )
     max_length = max_length_that_fits(
         model,
         job,
         capacity,
         is_padded=described.is_padded,
+        evaluation_is_padded=described.evaluation_is_padded,
         on_cpu=on_cpu,
         attended_tokens=attended if attended < longest else None,
     )

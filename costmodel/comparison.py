@@ -25,6 +25,7 @@ from costmodel.candidates import (
     tiers_to_search,
 )
 from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.estimation import merged_job
 from costmodel.gpu_catalog import find_gpu
 from costmodel.price_catalog import list_prices
 from costmodel.specs import GpuSpec, Job, parse_job
@@ -42,7 +43,7 @@ ORDERS: Final = ("usd", "time")
 
 
 def compare(
-    job: Job | Mapping[str, Any],
+    job: Job | Mapping[str, Any] | None = None,
     gpus: Iterable[str | GpuSpec] | None = None,
     tiers: Sequence[str] | None = None,
     *,
@@ -50,8 +51,11 @@ def compare(
     as_is: bool = False,
     spot: SpotTerms | None = None,
     today: datetime.date | None = None,
+    **fields: Any,
 ) -> tuple[Candidate, ...]:
     """The job on each of ``gpus`` (default: all with a dated price), at each cloud's cheapest price of each tier.
+
+    Keyword ``fields`` come on top of ``job``, as :func:`costmodel.estimate` takes them.
 
     On each GPU with its own best micro-batch (at the same samples per optimizer step) and checkpointing, unless
     ``as_is``. Fitting candidates come first, by total dollars or ``by="time"`` (by the bill of a step, or its time, where
@@ -62,7 +66,7 @@ def compare(
     """
     if by not in ORDERS:
         raise UnknownNameError("order", by, ORDERS)
-    job = parse_job(job)
+    job = parse_job(merged_job(job, fields))
     tiers = tiers_to_search(job, tiers)
     named = named_gpus(gpus) if gpus is not None else None
     counted = with_counted_lengths(job)

@@ -47,6 +47,11 @@ GEMM_EFFICIENCY: Final = 0.95
 GEMM_HALF_ROWS: Final = 128.0
 # Attention kernels against large products.
 ATTENTION_EFFICIENCY: Final = 0.6
+# ... and the most that FlashAttention 2 reaches on Hopper, whose own instructions it does not use: FLOP/s, forward and
+# backward, on an H100 (arXiv:2307.08691, section 4.1; arXiv:2407.08608 has "35 % utilization"). torch's sdpa runs the same
+# kernels. FlashAttention 3 and cuDNN's attention use those instructions. Not fitted.
+FLASH_2_ON_HOPPER_FLOPS_PER_SECOND: Final = 335e12
+FLASH_2_IMPLEMENTATIONS: Final = frozenset({"flash_attention_2", "sdpa"})
 # Share of the data-sheet bandwidth that streaming kernels reach (aiconfigurator 0.8; llm-analysis 0.9).
 BANDWIDTH_EFFICIENCY: Final = 0.8
 # Matmul ceiling over data-sheet peak where nobody measured it (A100 0.87, H100 0.80, B200 0.78 where somebody did).
@@ -54,7 +59,10 @@ CEILING_OVER_PEAK: Final = 0.87
 # Cards that hold their matmul rate down to stay inside their power limit, TFLOP/s for each watt (A40, L40S, RTX PRO 6000),
 # by compute capability.
 CEILING_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {"8.6": 0.36e12, "8.9": 0.60e12, "12.0": 0.68e12}
-# GeForce cards of those generations are not held down: they reach their data-sheet rate.
+# ... and of the generation before them, which nobody measured here: an older process (12 nm against 8 nm) does no more for a
+# watt, so the rate of 8.6 is taken as a bound. It holds the T4 (70 W) at 25 of its 65 TFLOP/s. Adopted.
+TURING_CEILING_FLOPS_PER_SECOND_PER_WATT: Final = 0.36e12
+# GeForce cards of the measured generations are not held down: they reach their data-sheet rate.
 GEFORCE_CEILING_OVER_PEAK: Final = 1.02
 
 # Element-wise traffic: real bytes over bytes counted by hand from the eager operators. Fitted; 0.9 to 1.1.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from costmodel import constants as c
-from costmodel.defaults import ResolvedJob, transformers_major
+from costmodel.defaults import ResolvedJob, evaluates_at_the_end, transformers_major
 from costmodel.held_memory import held_bytes
 from costmodel.lengths import BatchTokens
 from costmodel.model_spec import ModelSpec
@@ -58,7 +58,9 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         epochs = None  # unknown, and so is what happens once an epoch
     else:
         samples_per_batch = tokens.num_samples * job.num_gpus
-        batches_per_epoch = max(1, math.ceil(job.num_samples / samples_per_batch - 1e-9))
+        batches = job.num_samples / samples_per_batch
+        whole = math.floor(batches + 1e-9) if job.dataloader_drop_last else math.ceil(batches - 1e-9)
+        batches_per_epoch = max(1, whole)
         keeps_partial_group = transformers_major(job.framework, job.framework_version) >= 5
         per_epoch = math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
         per_epoch = max(1, per_epoch)
@@ -73,10 +75,17 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         whole_epochs, steps_left = divmod(steps, per_epoch)
         micro_batches = float(whole_epochs * of_epoch + steps_left * accumulation)
     eval_every = job.eval_steps if job.eval_steps is not None else 500
-    num_evaluations = _occurrences(job.eval_strategy, eval_every, steps, epochs)
-    num_saves = _occurrences(job.save_strategy, job.save_steps, steps, epochs)
-    if job.save_strategy == "steps" and steps % steps_between(job.save_steps, steps):
-        num_saves = (num_saves or 0) + 1  # the last step is saved as well
+    num_evaluations = num_pauses(
+        job.eval_strategy,
+        eval_every,
+        steps,
+        epochs,
+        delay=job.eval_delay,
+        also_at_the_end=evaluates_at_the_end(job.framework, job.framework_version),
+    )
+    if job.eval_on_start and num_evaluations is not None and job.eval_strategy != "no":
+        num_evaluations += 1
+    num_saves = num_pauses(job.save_strategy, job.save_steps, steps, epochs, also_at_the_end=True)
     if job.save_strategy == "best":
         num_saves = num_evaluations  # at most: one for each evaluation
     eval_batches = None
@@ -93,11 +102,24 @@ def steps_between(setting: float, num_steps: int) -> int:
     return max(1, math.ceil(setting * num_steps) if setting < 1 else int(setting))
 
 
-def _occurrences(strategy: str, setting: float, num_steps: int, epochs: float | None) -> int | None:
+def num_pauses(
+    strategy: str, setting: float, num_steps: int, epochs: float | None, *, delay: float = 0.0, also_at_the_end: bool
+) -> int | None:
+    """How often a strategy ("no", "steps", "epoch") strikes in the run; ``None`` by epoch where epochs are not known.
+
+    ``delay``: none before so many steps or epochs, whichever the strategy counts (``eval_delay``). ``also_at_the_end``: with
+    "steps" at the last step too, whatever its number.
+    """
     if strategy == "steps":
-        return num_steps // steps_between(setting, num_steps)
+        every = steps_between(setting, num_steps)
+        before = max(0, math.ceil(delay / every) - 1)
+        at_the_end = also_at_the_end and num_steps % every != 0 and delay <= num_steps
+        return max(0, num_steps // every - before) + at_the_end
     if strategy == "epoch":
-        return None if epochs is None else math.ceil(epochs)
+        if epochs is None:
+            return None
+        whole = max(0, math.floor(epochs) - max(0, math.ceil(delay) - 1))
+        return whole + (epochs > math.floor(epochs) and delay <= epochs)  # a part of an epoch ends one too
     return 0
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from costmodel.errors import CostModelError
+from costmodel.framework_defaults import QUERY_AND_VALUE, READ_VERSIONS, own_defaults, peft_targets
 from costmodel.model_spec import ModelSpec
 from costmodel.sharding import Sharding, read_sharding
 from costmodel.specs import TWO_AUTOCASTS, Job
@@ -93,10 +94,13 @@ class ResolvedJob:
     num_gpus: int
     sharding: Sharding
     num_samples: int | None
+    dataloader_drop_last: bool
     num_train_epochs: float
     max_steps: int | None
     eval_strategy: str
     eval_steps: float | None
+    eval_delay: float
+    eval_on_start: bool
     per_device_eval_batch_size: int
     num_eval_samples: int | None
     save_strategy: str
@@ -127,11 +131,17 @@ class ResolvedJob:
         return self.method != "full"
 
     @property
+    def makes_own_masks(self) -> bool:
+        """Whether the framework calls attention by itself, so that the masks that transformers makes do not apply."""
+        return self.framework in ("litgpt", "unsloth")
+
+    @property
     def attends_across_documents(self) -> bool:
         """Whether a flattened row is computed whole and then masked: only kernels of variable length leave out what lies in
-        other documents (transformers 5.24: masking_utils.py makes one dense mask of the row for ``sdpa`` and ``eager``)."""
-        has_own_kernels = self.framework == "unsloth"
-        return self.padding_free and self.attn_implementation in ("sdpa", "eager") and not has_own_kernels
+        other documents (transformers 5.24: masking_utils.py makes one dense mask of the row for ``sdpa`` and ``eager``).
+
+        Unsloth calls such kernels itself. Litgpt makes no masks and has none: it computes the whole row."""
+        return self.padding_free and self.attn_implementation in ("sdpa", "eager") and self.framework != "unsloth"
 
     @property
     def major_version(self) -> int:
@@ -157,6 +167,17 @@ def transformers_major(framework: str, version: str) -> int:
     return 5
 
 
+def evaluates_at_the_end(framework: str, version: str) -> bool:
+    """Whether the Trainer with an ``eval_strategy`` of steps evaluates at the last step too, as it always saved there.
+
+    ``DefaultFlowCallback.on_step_end`` does since transformers 5.4 (sources of 5.3 and 5.4). A stack that names no
+    transformers version is taken to run on the newest of its generation.
+    """
+    if framework == "transformers":
+        return _version(version) >= (5, 4)
+    return transformers_major(framework, version) >= 5
+
+
 def _is_before_transformers_45(framework: str, version: str) -> bool:
     """Whether the stack is older than transformers 4.45 and bitsandbytes 0.44, both of September 2024.
 
@@ -167,9 +188,17 @@ def _is_before_transformers_45(framework: str, version: str) -> bool:
     return first_after is not None and _version(version) < first_after
 
 
-def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
+def _has_old_bitsandbytes(framework: str, version: str) -> bool:
+    """Whether 4-bit linears keep their inputs. litgpt 0.4 still pins bitsandbytes 0.42.0 (its package metadata)."""
+    if framework == "litgpt":
+        return _version(version) < (0, 5)
+    return _is_before_transformers_45(framework, version)
+
+
+def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[ResolvedJob, tuple[str, ...]]:
     """The job with every default filled, and the names of the fields that were.
 
+    ``has_bf16``: whether the job's card computes in bf16; a framework that looks takes fp16 where it does not.
     Raises :class:`CostModelError` where a framework has no default (``max_length`` of plain transformers) or a
     combination cannot run.
     """
@@ -199,25 +228,21 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
     if method == "full" and quantization in BITSANDBYTES:
         raise CostModelError(f"a base quantised to {quantization} cannot be fully fine-tuned; use method qlora")
 
-    autocast = _autocast(job, is_trl, assumed)
+    own = own_defaults(framework, is_peft=method != "full", lora_r=job.lora_r)
+    autocast = _autocast(job, framework, quantization, has_bf16, assumed)
     dtype: str | None = job.dtype
     if dtype is None:
         assumed.append("dtype")
-        # transformers 5: dtype="auto" is the default of from_pretrained; 4 loads fp32, but fp16 under 4- and 8-bit.
-        # TRL 1.x loads a model named by a string in fp32 (trainer/utils.py, create_model_from_path).
-        if is_trl and not quantization:
-            dtype = "float32"
-        elif generation >= 5:
-            dtype = model.checkpoint_dtype or "float32"
-        else:
-            dtype = "float16" if quantization in BITSANDBYTES else "float32"
+        half = "float16" if autocast == "float16" else "bfloat16"
+        dtype = _loaded_in(job, model, framework, method, quantization, generation, half)
     # peft keeps the adapters of a 16-bit base in fp32 (autocast_adapter_dtype); TRL 1.x casts those of a quantised base
-    # to bf16 (sft_trainer.py).
-    adapter_dtype = job.adapter_dtype
+    # to bf16 (sft_trainer.py); litgpt's are of the type of its weights.
+    adapter_dtype: str | None = job.adapter_dtype
     if adapter_dtype is None:
         if method != "full":
             assumed.append("adapter_dtype")
-        adapter_dtype = "bfloat16" if is_trl and quantization and _version(version)[0] >= 1 else "float32"
+        is_cast = is_trl and quantization and _version(version)[0] >= 1
+        adapter_dtype = dtype if framework == "litgpt" else "bfloat16" if is_cast else "float32"
 
     use_liger = bool(pick("use_liger_kernel", False))
     loss_type = job.loss_type or ("nll" if is_trl else "ForCausalLM")
@@ -229,14 +254,14 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
         fused_loss = "chunked" if is_tiled else "fused" if use_liger else None
     max_length = job.max_length
     if max_length is None:
-        if not is_trl:
+        max_length = 1024 if is_trl else own.get("max_length")
+        if max_length is None:
             raise CostModelError(
                 "max_length is required: plain transformers has no default (the collator pads to whatever the data holds); "
                 "give the longest sample in tokens"
             )
         assumed.append("max_length")
-        max_length = 1024
-    optim = pick("optim", "adamw_torch_fused" if generation >= 5 else "adamw_torch")
+    optim = pick("optim", own.get("optim", "adamw_torch_fused" if generation >= 5 else "adamw_torch"))
     if job.expert_imbalance is not None and not model.is_moe:
         raise CostModelError("expert_imbalance is for mixtures of experts, and this model is dense; leave it out")
     experts = pick("experts_implementation", "grouped_mm" if generation >= 5 else "eager") if model.is_moe else "eager"
@@ -247,33 +272,37 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
     kbit_prep = job.prepare_model_for_kbit_training
     if kbit_prep is None:
         # peft's own preparation; TRL 1.x does not call it.
-        kbit_prep = is_kbit and not is_trl
+        kbit_prep = is_kbit and own.get("prepare_model_for_kbit_training", not is_trl)
         if is_kbit:
             assumed.append("prepare_model_for_kbit_training")
     # SFTConfig turns checkpointing on, TrainingArguments does not; peft's k-bit preparation does, unless told not to.
-    checkpointing = pick("gradient_checkpointing", is_trl or kbit_prep)
+    checkpointing = pick("gradient_checkpointing", own.get("gradient_checkpointing", is_trl or kbit_prep))
     max_steps = job.max_steps if job.max_steps and job.max_steps > 0 else None
     return (
         ResolvedJob(
             method=method,
             quantization=quantization,
-            double_quant=bool(pick("double_quant", False)) if quantization in {"nf4", "fp4"} else False,
+            double_quant=bool(pick("double_quant", own.get("double_quant", False)))
+            if quantization in {"nf4", "fp4"}
+            else False,
             prepare_model_for_kbit_training=kbit_prep,
-            four_bit_keeps_inputs=quantization in {"nf4", "fp4"} and _is_before_transformers_45(framework, version),
-            lora_r=pick("lora_r", 8) if method != "full" else 0,
-            lora_alpha=float(pick("lora_alpha", 8)) if method != "full" else 0.0,
-            lora_dropout=float(pick("lora_dropout", 0.0)) if method != "full" else 0.0,
-            lora_target_modules=_targets(job, assumed) if method != "full" else (),
+            four_bit_keeps_inputs=quantization in {"nf4", "fp4"} and _has_old_bitsandbytes(framework, version),
+            lora_r=pick("lora_r", own.get("lora_r", 8)) if method != "full" else 0,
+            lora_alpha=float(pick("lora_alpha", own.get("lora_alpha", 8))) if method != "full" else 0.0,
+            lora_dropout=float(pick("lora_dropout", own.get("lora_dropout", 0.0))) if method != "full" else 0.0,
+            lora_target_modules=_targets(job, model, own, assumed) if method != "full" else (),
             lora_target_parameters=job.lora_target_parameters or (),
             lora_modules_to_save=job.lora_modules_to_save or (),
             use_dora=job.use_dora,
             adapter_dtype=adapter_dtype,
             dtype=dtype,
             autocast_dtype=autocast,
-            per_device_train_batch_size=pick("per_device_train_batch_size", 8),
-            gradient_accumulation_steps=pick("gradient_accumulation_steps", 1),
+            per_device_train_batch_size=pick("per_device_train_batch_size", own.get("per_device_train_batch_size", 8)),
+            gradient_accumulation_steps=pick("gradient_accumulation_steps", own.get("gradient_accumulation_steps", 1)),
             gradient_checkpointing=checkpointing,
-            reentrant_checkpointing=_is_reentrant(job.gradient_checkpointing_kwargs, generation),
+            reentrant_checkpointing=_is_reentrant(
+                job.gradient_checkpointing_kwargs or own.get("gradient_checkpointing_kwargs"), generation
+            ),
             attn_implementation=pick("attn_implementation", "sdpa"),
             experts_implementation=experts,
             expert_imbalance=job.expert_imbalance,
@@ -291,17 +320,20 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
             packing=packing,
             padding_free=bool(pick("padding_free", packing)),
             padding=pick("padding", "longest"),
-            pad_to_multiple_of=pick("pad_to_multiple_of", 1),
+            pad_to_multiple_of=pick("pad_to_multiple_of", own.get("pad_to_multiple_of", 1)),
             train_sampling_strategy=pick("train_sampling_strategy", "random"),
             supervised_fraction=job.supervised_fraction,
             num_gpus=job.num_gpus,
             sharding=read_sharding(job.fsdp, job.deepspeed, job.num_gpus),
             num_samples=job.num_samples,
+            dataloader_drop_last=bool(job.dataloader_drop_last),
             num_train_epochs=float(pick("num_train_epochs", 3.0)) if max_steps is None else (job.num_train_epochs or 3.0),
             max_steps=max_steps,
             eval_strategy=pick("eval_strategy", "no"),
             eval_steps=job.eval_steps,
-            per_device_eval_batch_size=pick("per_device_eval_batch_size", 8),
+            eval_delay=job.eval_delay or 0.0,
+            eval_on_start=bool(job.eval_on_start),
+            per_device_eval_batch_size=pick("per_device_eval_batch_size", own.get("per_device_eval_batch_size", 8)),
             num_eval_samples=job.num_eval_samples,
             save_strategy=pick("save_strategy", "steps"),
             save_steps=pick("save_steps", 500),
@@ -315,6 +347,9 @@ def resolve(job: Job, model: ModelSpec) -> tuple[ResolvedJob, tuple[str, ...]]:
 
 def defaults_source(job: ResolvedJob, framework_version: str | None) -> str:
     """Whose defaults were filled in; ``framework_version`` as the job gives it. Only versions that were read are named."""
+    if (read := READ_VERSIONS.get(job.framework)) is not None:
+        other = f" (for {job.framework} {framework_version})" if framework_version not in (None, read) else ""
+        return f"{job.framework} {read} over transformers {LATEST['transformers']}{other}"
     if job.framework in LATEST or (framework_version and job.framework not in OWN_KERNEL_FRAMEWORKS):
         return f"{job.framework} {job.framework_version}"
     return f"transformers {LATEST['transformers']} (for {' '.join(filter(None, (job.framework, framework_version)))})"
@@ -336,22 +371,60 @@ def _refuse_contradictions(job: Job) -> None:
         raise CostModelError("save_strategy best needs evaluations to compare; set eval_strategy to steps or epoch")
 
 
-def _autocast(job: Job, is_trl: bool, assumed: list[str]) -> str | None:
+def _autocast(job: Job, framework: str, quantization: str | None, has_bf16: bool, assumed: list[str]) -> str | None:
     if job.fp16:
         return "float16"
     if job.bf16 is None:
         assumed.append("bf16")
-        return "bfloat16" if is_trl else None  # SFTConfig 1.x turns bf16 on, TrainingArguments leaves it off
+        # SFTConfig 1.x turns bf16 on, TrainingArguments leaves it off; Unsloth turns on what the card has and its weights
+        # are of (models/rl.py). litgpt's default is bf16-mixed, which it refuses for a quantised base (finetune/lora.py).
+        if framework == "unsloth" and (job.dtype == "float16" or not has_bf16):
+            return "float16"
+        is_mixed = framework == "litgpt" and job.dtype is None and not quantization
+        return "bfloat16" if framework in ("trl", "unsloth") or is_mixed else None
     return "bfloat16" if job.bf16 else None
 
 
-def _targets(job: Job, assumed: list[str]) -> str | tuple[str, ...]:
-    if job.lora_target_modules is None:
-        if job.lora_target_parameters:
-            return ()
-        assumed.append("lora_target_modules")
-        return ("q_proj", "v_proj")  # peft 0.21 constants.py, every family modelled here
-    return job.lora_target_modules
+def _loaded_in(
+    job: Job, model: ModelSpec, framework: str, method: str, quantization: str | None, generation: int, half: str
+) -> str:
+    """What the weights are loaded in where the job does not say it. ``half``: the 16-bit type it computes in.
+
+    transformers 5: dtype="auto" is the default of from_pretrained; 4 loads fp32, but fp16 under 4- and 8-bit. TRL 1.x loads
+    a model named by a string in fp32 (trainer/utils.py, create_model_from_path). LLaMA-Factory lifts what full tuning
+    trains to fp32, which DeepSpeed takes back (model/adapter.py). Unsloth loads 16 bit (models/loader.py). litgpt's
+    precision is mixed, and without mixing for a quantised base (finetune/lora.py).
+    """
+    if framework == "llamafactory":
+        is_lifted = method == "full" and not (job.deepspeed and (job.bf16 or job.fp16))
+        return "float32" if is_lifted else half
+    if framework == "unsloth" and method != "full":
+        return half
+    if framework == "litgpt":
+        return half if quantization else "float32"
+    if framework == "trl" and not quantization:
+        return "float32"
+    if generation >= 5:
+        return model.checkpoint_dtype or "float32"
+    return "float16" if quantization in BITSANDBYTES else "float32"
+
+
+def _targets(job: Job, model: ModelSpec, own: Mapping[str, Any], assumed: list[str]) -> str | tuple[str, ...]:
+    if job.lora_target_modules is not None:
+        return job.lora_target_modules
+    if job.lora_target_parameters:
+        return ()
+    assumed.append("lora_target_modules")
+    targets: str | tuple[str, ...] | None = own.get("lora_target_modules") or peft_targets(model.family)
+    if targets is not None:
+        return targets
+    names = sorted({linear.leaf for layer, _ in model.layers for linear in layer.linears})
+    if not set(QUERY_AND_VALUE) & set(names):
+        raise CostModelError(
+            f"lora_target_modules is required: peft has no default for {model.family} and stops without; give all-linear, "
+            f"or some of its linears: {', '.join(names)}"
+        )
+    return QUERY_AND_VALUE
 
 
 def _is_reentrant(kwargs: Mapping[str, Any] | None, generation: int) -> bool:

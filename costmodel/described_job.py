@@ -57,6 +57,11 @@ class DescribedJob:
         """Whether a batch carries an attention mask."""
         return (self.job.per_device_train_batch_size > 1 or self.job.packing) and self.mixes_lengths
 
+    @property
+    def evaluation_is_padded(self) -> bool:
+        """The same of a batch of an evaluation."""
+        return (self.job.per_device_eval_batch_size > 1 or self.job.packing) and self.mixes_lengths
+
 
 def describe(parsed: Job, seen: TokensSeen | None = None) -> DescribedJob:
     """Raises :class:`CostModelError` for a name that nothing here knows, or a value that its model or framework refuses."""
@@ -64,7 +69,8 @@ def describe(parsed: Job, seen: TokensSeen | None = None) -> DescribedJob:
     gpu = _gpu(parsed)
     if seen is not None and parsed.max_length is None:
         parsed = parsed.model_copy(update={"max_length": seen.longest_tokens})
-    resolved, assumed = resolve(parsed, model)
+    has_bf16 = gpu is None or gpu.vendor == "CPU" or gpu.peak_bf16_flops_per_second is not None
+    resolved, assumed = resolve(parsed, model, has_bf16=has_bf16)
     resolved = _first_equal(resolved)
     lengths = distribution(parsed.lengths, resolved.max_length) if parsed.lengths else None
     tokens = batch_tokens(resolved, lengths) if lengths else None

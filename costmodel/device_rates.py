@@ -33,6 +33,8 @@ def matmul_ceiling(gpu: GpuSpec, dtype: str) -> float | None:
         return c.GEFORCE_CEILING_OVER_PEAK * peak
     ceiling = c.CEILING_OVER_PEAK * peak
     per_watt = c.CEILING_FLOPS_PER_SECOND_PER_WATT.get(gpu.compute_capability)
+    if gpu.compute_capability == "7.5":
+        per_watt = c.TURING_CEILING_FLOPS_PER_SECOND_PER_WATT
     return min(ceiling, per_watt * gpu.tdp_watts) if per_watt and gpu.tdp_watts else ceiling
 
 

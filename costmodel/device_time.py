@@ -24,7 +24,7 @@ from costmodel.workload import (
     expected_experts_hit,
     flops,
     num_trainable_params,
-    skips_half,
+    share_of_scores_computed,
     stream_dtype,
 )
 
@@ -85,6 +85,8 @@ def add_device_seconds(
             moved = count * 24.0 * layer.attention.num_heads * batch.num_attended_pairs
             _add_traffic(device, job, "attention_scores", moved, 2 * moved)
     attention_rate = rate if is_cpu else rate * c.ATTENTION_EFFICIENCY
+    if gpu.compute_capability == "9.0" and job.attn_implementation in c.FLASH_2_IMPLEMENTATIONS:
+        attention_rate = min(attention_rate, c.FLASH_2_ON_HOPPER_FLOPS_PER_SECOND)
     if probed.attention_flops_per_second:
         attention_rate = processor.at(probed.attention_flops_per_second, batch.context_tokens)
     _add_counted_flops(device, model, job, batch, attention_rate, is_flash=probed.attention_flops_per_second is not None)
@@ -330,7 +332,7 @@ def _add_counted_flops(
     device: _Device, model: ModelSpec, job: ResolvedJob, batch: Batch, attention_rate: float, *, is_flash: bool = False
 ) -> None:
     """Attention, adapters and head, from the FLOP count. A causal kernel does half of the square that the count holds, one
-    under a mask all of it (:func:`costmodel.workload.skips_half`).
+    under a mask all of it (:func:`costmodel.workload.share_of_scores_computed`).
 
     ``is_flash``: whatever the count takes, as torch's CPU kernel, which also runs grouped heads in fp32 without a score
     matrix; its backward computes the scores again, five products beside two. It takes as long for a pair under a mask as for
@@ -338,7 +340,7 @@ def _add_counted_flops(
     """
     rate, sums = device.flops_per_second, device.sums
     work = flops(model, job, batch)
-    done = 0.5 if is_flash or skips_half(job, batch) else 1.0
+    done = 0.5 if is_flash else share_of_scores_computed(model, job, batch)
     head_factor, adapters_factor = _narrow_factors(device, model, job, batch)
     for which, counted in (("forward", work.forward), ("recompute", work.recompute), ("backward", work.backward)):
         scores = counted["attention_scores"]

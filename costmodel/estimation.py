@@ -36,7 +36,7 @@ def estimate(job: Job | Mapping[str, Any] | None = None, /, **fields: Any) -> Es
     ``job`` is a :class:`Job` or a mapping with its fields; keyword fields come on top. Needs no GPU, no network, no torch.
     Raises :class:`CostModelError` for input that is wrong or not known, with the way out.
     """
-    return _estimate(parse_job(_merged(job, fields)), None)
+    return _estimate(parse_job(merged_job(job, fields)), None)
 
 
 def estimate_from_tokens(job: Job | Mapping[str, Any], seen: TokensSeen) -> Estimate:
@@ -130,7 +130,8 @@ def _slowest(described: DescribedJob) -> Batch | None:
     return slowest_batch(job, lengths, tokens.expected, job.gradient_accumulation_steps)
 
 
-def _merged(job: Job | Mapping[str, Any] | None, fields: Mapping[str, Any]) -> Job | Mapping[str, Any]:
+def merged_job(job: Job | Mapping[str, Any] | None, fields: Mapping[str, Any]) -> Job | Mapping[str, Any]:
+    """``job`` with keyword ``fields`` on top, not yet parsed."""
     if job is None:
         return fields
     if not fields:
@@ -149,7 +150,15 @@ def _memory(described: DescribedJob) -> MemoryBreakdown:
     longest = longest_sequence(job, lengths)
     batch = tokens.longest if tokens else longest_batch(job, job.per_device_train_batch_size, *longest)
     evaluation, on_cpu = evaluation_batch(job, *longest), described.on_cpu
-    memory = peak_memory(model, job, batch, is_padded=described.is_padded, on_cpu=on_cpu, evaluation=evaluation)
+    memory = peak_memory(
+        model,
+        job,
+        batch,
+        is_padded=described.is_padded,
+        on_cpu=on_cpu,
+        evaluation=evaluation,
+        evaluation_is_padded=described.evaluation_is_padded,
+    )
     varies = lengths is not None and len(lengths.lengths) > 1 and not job.packing and job.padding != "max_length"
     capacity = described.gpu.memory_bytes if described.gpu else None
     low, high = memory_interval(

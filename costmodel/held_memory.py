@@ -5,7 +5,7 @@ All figures in bytes, all of one GPU, in the steady state (the optimizer has tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from costmodel.adapters import experts_are_stacked, plan_adapters
@@ -67,6 +67,20 @@ class Held:
     @property
     def static_bytes(self) -> int:
         return self.weights_bytes + self.adapters_bytes + self.optimizer_bytes
+
+
+@lru_cache(maxsize=512)
+def with_16_bit_weights(job: ResolvedJob) -> ResolvedJob:
+    """The job as FSDP's and DeepSpeed's mixed precision hold it: 16-bit weights, with what was loaded as their fp32 masters.
+
+    They compute on 16-bit weights of their own (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``), so autocast
+    finds nothing to cast and copies nothing. Other jobs come back as they are. The step time does not do this: with 16-bit
+    traffic the 15 public runs of MPT-7B on 8 cards come out 12 % too short in place of 1 %, which nothing here explains.
+    """
+    is_mixed = job.autocast_dtype is not None and job.dtype == "float32" and not job.is_peft
+    if not (is_mixed and job.sharding.keeps_masters):
+        return job
+    return replace(job, dtype=str(job.autocast_dtype))
 
 
 @dataclass(frozen=True, slots=True)

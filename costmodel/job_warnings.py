@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from costmodel.defaults import OWN_KERNEL_FRAMEWORKS, ResolvedJob
+from costmodel.framework_defaults import READ_VERSIONS, own_defaults, peft_targets
 from costmodel.links import link_of
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, Job
@@ -55,8 +56,9 @@ def _about_what_is_not_modelled(job: ResolvedJob) -> Iterator[str]:
             "step time; measure a step, or use gradient_checkpointing alone"
         )
     if job.framework in OWN_KERNEL_FRAMEWORKS:
+        parts = "kernels" if job.framework in READ_VERSIONS else "kernels and defaults"
         yield (
-            f"framework {job.framework}: its own kernels and defaults are not modelled, memory and time are those of "
+            f"framework {job.framework}: its own {parts} are not modelled, memory and time are those of "
             "transformers; give its settings as fields, and calibrate with a measured run"
         )
 
@@ -98,6 +100,14 @@ def _about_the_model(job: Job, resolved: ResolvedJob, model: ModelSpec) -> Itera
         yield (
             f"weights are assumed in float32, as {resolved.framework} loads them unless told otherwise; "
             f"dtype {model.checkpoint_dtype}, the checkpoint's own, halves them"
+        )
+    names_no_target = job.lora_target_modules is None and "lora_target_modules" not in own_defaults(
+        resolved.framework, is_peft=resolved.is_peft, lora_r=None
+    )
+    if resolved.lora_target_modules and names_no_target and peft_targets(model.family) is None:
+        yield (
+            f"peft has no default lora_target_modules for {model.family} and stops without: "
+            f"{' and '.join(resolved.lora_target_modules)} are assumed; name those you train, or all-linear"
         )
     sinks = any(layer.attention.score == "sinks" for layer, _ in model.layers)
     if sinks and resolved.attn_implementation == "sdpa":

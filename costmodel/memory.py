@@ -15,10 +15,18 @@ from costmodel.adapters import Adapters, plan_adapters
 from costmodel.constants import ALLOCATOR_OVERHEAD, CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, GPTQ_ALLOCATOR_OVERHEAD
 from costmodel.defaults import ResolvedJob
 from costmodel.head_memory import FusedHead, chunked_head, liger_head, tiled_head
-from costmodel.held_memory import ElementBytes, Held, element_bytes, held_bytes, on_one_gpu, optimizer_temporary_bytes
+from costmodel.held_memory import (
+    ElementBytes,
+    Held,
+    element_bytes,
+    held_bytes,
+    on_one_gpu,
+    optimizer_temporary_bytes,
+    with_16_bit_weights,
+)
 from costmodel.load_memory import load_peak_bytes
 from costmodel.model_spec import ModelSpec
-from costmodel.saved_activations import LayerBytes, has_liger_norms, inputs_escape_checkpoints, layer_bytes
+from costmodel.saved_activations import LayerBytes, Rows, has_liger_norms, inputs_escape_checkpoints, layer_bytes, rows_of
 from costmodel.workload import Batch
 
 
@@ -65,7 +73,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=512)
-def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
+def _plan(model: ModelSpec, job: ResolvedJob, rows: Rows) -> _Plan:
     types = element_bytes(job)
     adapters: Adapters = plan_adapters(model, job)
     full = not job.is_peft
@@ -77,9 +85,7 @@ def _plan(model: ModelSpec, job: ResolvedJob, is_padded: bool) -> _Plan:
     return _Plan(
         held=on_one_gpu(held_bytes(model, job), job),
         types=types,
-        runs=tuple(
-            (layer_bytes(model, layer, adapted, job, types, is_padded), count) for layer, adapted, count in adapters.runs
-        ),
+        runs=tuple((layer_bytes(model, layer, adapted, job, types, rows), count) for layer, adapted, count in adapters.runs),
         head_trained=head_trained,
         head_gradient_bytes=float(types.weights * model.embedding_params) if head_trained else 0.0,
         embedding_gradient_bytes=float(types.weights * model.embedding_params) if embedding_trained else 0.0,
@@ -140,16 +146,23 @@ def peak_memory(
     keeps_logits: bool = False,
     loss_in_fp32: bool = True,
     evaluation: Batch | None = None,
+    evaluation_is_padded: bool | None = None,
 ) -> MemoryBreakdown:
     """Peak of one training step on ``batch``; ``is_padded`` says whether its sequences differ in length.
+
+    ``evaluation_is_padded`` says it of the batch of ``evaluation``; ``None``: as in training.
 
     The peak is the largest of: the loss at the end of the forward, the backward of the last and of the first layer of each
     run, the embedding's backward, the optimizer step, the forward on ``evaluation`` where the run evaluates. A ``Trainer``
     drops the logits' reference before the backward; a loop that keeps ``outputs`` alive (``keeps_logits``) holds them too.
     ``loss_in_fp32`` is false for remote code that leaves the loss in the model's type where no autocast lifts it.
     """
-    plan = _plan(model, job, is_padded)
-    moments = _moments(model, job, plan, batch, keeps_logits, evaluation, loss_in_fp32)
+    loaded, job = job, with_16_bit_weights(job)
+    plan = _plan(model, job, rows_of(model, batch, is_padded=is_padded))
+    moments = _moments(model, job, plan, batch, keeps_logits, loss_in_fp32)
+    moments += _evaluation_moments(
+        model, job, evaluation, is_padded if evaluation_is_padded is None else evaluation_is_padded
+    )
     worst = max(moments, key=lambda moment: moment.total)
     held = plan.held
     fixed = held.static_bytes + (0 if on_cpu else CUBLAS_WORKSPACE_BYTES)
@@ -160,7 +173,7 @@ def peak_memory(
         reserved = _reserved_bytes(fixed, moment, shares)
         by_phase[moment.phase] = max(reserved, by_phase.get(moment.phase, 0.0))
     allocated, most_reserved = fixed + worst.total, max(by_phase.values())
-    loading = load_peak_bytes(model, job)
+    loading = load_peak_bytes(model, loaded)
     return MemoryBreakdown(
         weights_bytes=held.weights_bytes,
         adapters_bytes=held.adapters_bytes,
@@ -187,10 +200,15 @@ def peak_device_bytes(
     is_padded: bool = False,
     on_cpu: bool = False,
     evaluation: Batch | None = None,
+    evaluation_is_padded: bool | None = None,
 ) -> int:
     """``peak_memory(...).peak_device_bytes`` alone, for searches."""
-    plan = _plan(model, job, is_padded)
-    moments = _moments(model, job, plan, batch, evaluation=evaluation)
+    job = with_16_bit_weights(job)
+    plan = _plan(model, job, rows_of(model, batch, is_padded=is_padded))
+    moments = _moments(model, job, plan, batch)
+    moments += _evaluation_moments(
+        model, job, evaluation, is_padded if evaluation_is_padded is None else evaluation_is_padded
+    )
     if on_cpu:
         return int(plan.held.static_bytes + max(moment.total for moment in moments))
     fixed = plan.held.static_bytes + CUBLAS_WORKSPACE_BYTES
@@ -237,9 +255,9 @@ def _moments(
     plan: _Plan,
     batch: Batch,
     keeps_logits: bool = False,
-    evaluation: Batch | None = None,
     loss_in_fp32: bool = True,
 ) -> list[_Moment]:
+    """The moments of a training step that may be its worst."""
     types = plan.types
     tokens, pairs = batch.num_tokens, batch.num_attended_pairs
     hidden, vocab = model.hidden_size, model.vocab_size
@@ -362,10 +380,7 @@ def _moments(
         others = all_gradients if accumulates else all_gradients - plan.embedding_gradient_bytes / parts
         temporary = gathered + plan.embedding_gradient_bytes + tied_temporary + types.stream * hidden * tokens
         moments.append(_Moment("embedding", others, kept_cache, 0.0, temporary + outputs))
-    # 4. an evaluation, after the gradients are gone
-    if evaluation is not None:
-        moments += _evaluation_moments(model, job, plan, evaluation)
-    # 5. the optimizer
+    # 4. the optimizer
     moments.append(_Moment("optimizer", reduced_gradients, kept_cache, 0.0, plan.optimizer_temporary_bytes + outputs))
     return moments
 
@@ -378,13 +393,18 @@ def _fused_head(model: ModelSpec, job: ResolvedJob, plan: _Plan, num_positions: 
     return build(model, plan.types, num_positions, plan.head_gradient_bytes)
 
 
-def _evaluation_moments(model: ModelSpec, job: ResolvedJob, plan: _Plan, batch: Batch) -> list[_Moment]:
+def _evaluation_moments(model: ModelSpec, job: ResolvedJob, batch: Batch | None, is_padded: bool) -> list[_Moment]:
     """A forward without gradients on ``batch``: nothing is kept, one layer is at work, then the logits and their loss.
+
+    It comes when the gradients are gone. Without a batch there is none.
 
     The loss holds the logits as they come from the head, their fp32 copy where they are not fp32 already, and the
     log-softmax: 2 + 4 + 4 or 4 + 4 bytes each (``ForCausalLMLoss``, transformers 5.24). A chunked loss (TRL) holds one
     chunk. Liger's fused loss is for training only: an evaluation builds the logits.
     """
+    if batch is None:
+        return []
+    plan = _plan(model, job, rows_of(model, batch, is_padded=is_padded))
     types, tokens = plan.types, batch.num_tokens
     stream = types.stream * model.hidden_size * tokens
     head = _fused_head(model, job, plan, batch.num_head_tokens) if job.fused_loss == "chunked" else None

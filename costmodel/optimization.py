@@ -29,6 +29,7 @@ from costmodel.candidates import (
 )
 from costmodel.comparison import compare
 from costmodel.errors import CostModelError, UnknownNameError
+from costmodel.estimation import merged_job
 from costmodel.gpu_catalog import find_gpu
 from costmodel.price_catalog import bill_usd_per_hour
 from costmodel.specs import GpuSpec, Job, parse_job
@@ -127,7 +128,7 @@ class OptimizeResult:
 
 
 def optimize(
-    job: Job | Mapping[str, Any],
+    job: Job | Mapping[str, Any] | None = None,
     gpus: Iterable[str | GpuSpec] | None = None,
     tiers: Sequence[str] | None = None,
     *,
@@ -139,8 +140,11 @@ def optimize(
     not_given: Iterable[str] = (),
     spot: SpotTerms | None = None,
     today: datetime.date | None = None,
+    **fields: Any,
 ) -> OptimizeResult:
     """Which settings make this job cheaper: each alone, and the best combination that fits the card.
+
+    Keyword ``fields`` come on top of ``job``, as :func:`costmodel.estimate` takes them.
 
     Searched: micro-batch x accumulation (at the same samples per optimizer step, unless ``free_batch``), checkpointing,
     packing / padding-free / grouping, 16 bit in place of float32, Liger, attention, optimizer within its family, experts,
@@ -151,7 +155,7 @@ def optimize(
     deadline the cheapest that keeps it wins, with a budget alone the fastest within it. On ties, the fewest changes.
     Raises :class:`CostModelError` as :func:`compare` does.
     """
-    job = parse_job(job)
+    job = parse_job(merged_job(job, fields))
     free = frozenset(free)
     unknown = free - set(Job.model_fields) - {"all"}
     if unknown:

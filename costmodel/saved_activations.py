@@ -13,7 +13,7 @@ from costmodel.adapters import LayerAdapters
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
 from costmodel.held_memory import ElementBytes
 from costmodel.model_spec import Experts, Layer, Linear, ModelSpec, Norm
-from costmodel.workload import attention_kernel
+from costmodel.workload import Batch, attention_kernel, reaches_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,20 @@ class Instant:
     extra_per_token: float = 0.0
     extra_per_pair: float = 0.0
     extra_fixed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What decides which masks the rows of a batch need, whatever their number."""
+
+    is_padded: bool = False  # they differ in length
+    reached_window: int = 0  # the widest sliding window that they reach, in tokens
+
+
+def rows_of(model: ModelSpec, batch: Batch, *, is_padded: bool) -> Rows:
+    """``is_padded``: whether the sequences of ``batch`` differ in length."""
+    windows = {layer.attention.sliding_window for layer, _ in model.layers} - {None}
+    return Rows(is_padded, max((each for each in windows if each and reaches_window(batch.row_tokens, each)), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ def _norm_bytes(norm: Norm, stream: int, full: bool, autocast: bool, is_liger: b
     return 4 * norm.width + 4 * rows + (normalised * norm.width if full and norm.size else 0)
 
 
-def _attention_bytes(layer: Layer, kernel: str, job: ResolvedJob, compute: int, is_padded: bool) -> tuple[float, float]:
+def _attention_bytes(layer: Layer, kernel: str, job: ResolvedJob, compute: int, rows: Rows) -> tuple[float, float]:
     """(bytes a token, bytes a pair of token and attended key) that attention keeps, its output aside in the eager form."""
     attention = layer.attention
     heads, query, keys = attention.num_heads, attention.query_width, attention.kv_width
@@ -119,12 +133,13 @@ def _attention_bytes(layer: Layer, kernel: str, job: ResolvedJob, compute: int, 
     if job.framework == "litgpt":  # one projection for all three; the values are a view of it
         held_values = query + keys + values
     if kernel == "fused":
-        # a batch of unequal lengths needs a mask, and so does a window that the sequences exceed
-        exceeds_window = attention.sliding_window is not None and job.max_length > attention.sliding_window
-        is_masked = (is_padded and job.framework != "litgpt") or exceeds_window
+        # a batch of unequal lengths needs a mask, and so does a window that the rows reach
+        reaches_window = attention.sliding_window is not None and attention.sliding_window <= rows.reached_window
+        is_masked = (rows.is_padded and job.framework != "litgpt") or reaches_window
         if is_masked and job.attn_implementation == "sdpa":
             # memory-efficient kernel: keys and values repeated for each query head; the 16-bit mask of each sequence
-            return 2 * (2 * query + 2 * output) + 4 * heads, 2.0
+            is_repeated = attention.num_kv_heads != heads
+            return 2 * (query + output + (query + output if is_repeated else keys + held_values)) + 4 * heads, 2.0
         return 2 * (query + keys + held_values + output) + 4 * heads, 0.0
     if kernel == "math":
         # scaled queries and keys, values, the output: all as wide as the queries; in 16 bit the unscaled ones and a mask
@@ -325,7 +340,7 @@ def _mlp_instants(
 
 
 def layer_bytes(
-    model: ModelSpec, layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: ElementBytes, is_padded: bool
+    model: ModelSpec, layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: ElementBytes, rows: Rows
 ) -> LayerBytes:
     full, is_liger = not job.is_peft, has_liger_norms(model, job)
     hidden, attention = model.hidden_size, layer.attention
@@ -391,7 +406,7 @@ def layer_bytes(
     kernel = attention_kernel(job, layer)
     scores = per_pair = 0.0
     if attention.num_heads:
-        scores, per_pair = _attention_bytes(layer, kernel, job, compute, is_padded)
+        scores, per_pair = _attention_bytes(layer, kernel, job, compute, rows)
         output = next((each for each in layer.linears if each.place == "mixer_out"), None)
         is_copied = kernel == "eager" or attention.has_output_gate or attention.copies_output or job.framework == "litgpt"
         if output is not None and reads(output) and is_copied:
@@ -421,9 +436,10 @@ def layer_bytes(
     else:
         moe = sum(_experts_bytes(each, adapted, full, model.hidden_act) for each in layer.all_experts)
     if experts:
-        rows = experts.num_experts_computed
         if not is_loop:
-            moe += rows * sum(copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears)
+            moe += experts.num_experts_computed * sum(
+                copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears
+            )
         if experts.router_in_fp32:
             fixed += 4.0 * experts.router_params if stream != 4 else 0.0
             moe += 4.0 * experts.num_experts + ((4.0 if stream != 4 else 0.0) * hidden if router_trained else 0.0)

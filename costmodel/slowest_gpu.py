@@ -26,8 +26,7 @@ def slowest_batch(job: ResolvedJob, dist: LengthDistribution, batch: Batch, num_
     step. ``None`` where nobody waits: one GPU, or batches that are alike (fixed or grouped lengths, packed rows, padding to
     ``max_length``).
     """
-    is_alike = job.packing or job.padding == "max_length" or job.train_sampling_strategy == "group_by_length"
-    if job.num_gpus == 1 or is_alike or len(dist.lengths) == 1:
+    if not waits_where_lengths_differ(job) or len(dist.lengths) == 1:
         return None
     num_draws = 1 if job.sharding.stage >= 2 else num_micro_batches
     if job.padding_free:
@@ -44,6 +43,12 @@ def slowest_batch(job: ResolvedJob, dist: LengthDistribution, batch: Batch, num_
         num_padding_tokens=batch.num_padding_tokens * tokens,
         num_masked_pairs=batch.num_masked_pairs * pairs,
     )
+
+
+def waits_where_lengths_differ(job: ResolvedJob) -> bool:
+    """Whether lengths that differ would make one GPU's batch larger than the mean one's."""
+    is_alike = job.packing or job.padding == "max_length" or job.train_sampling_strategy == "group_by_length"
+    return job.num_gpus > 1 and not is_alike
 
 
 @functools.lru_cache(maxsize=256)

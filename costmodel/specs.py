@@ -330,12 +330,15 @@ class Job(Record):
     lengths: Lengths | None = None
     supervised_fraction: float | None = Field(default=None, gt=0, le=1)
     num_samples: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    dataloader_drop_last: bool | None = None
 
     # duration
     num_train_epochs: float | None = Field(default=None, gt=0, le=1e6)
     max_steps: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
     eval_strategy: Literal["no", "steps", "epoch"] | None = None
     eval_steps: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    eval_delay: float | None = Field(default=None, ge=0, le=MAX_COUNT)
+    eval_on_start: bool | None = None
     per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=MAX_BATCH)
     num_eval_samples: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     save_strategy: Literal["no", "steps", "epoch", "best"] | None = None

@@ -40,6 +40,11 @@ class Batch:
         """Keys that each token attends to, averaged over tokens (the full square)."""
         return self.num_attended_pairs / self.num_tokens
 
+    @property
+    def row_tokens(self) -> float:
+        """Length of the rows that attention is given: of its sequences, or of one row that all were put into."""
+        return self.num_tokens if self.num_masked_pairs else self.num_tokens / self.num_sequences
+
     @staticmethod
     def of(num_sequences: int, sequence_tokens: int) -> Batch:
         """A batch of equally long sequences."""
@@ -47,15 +52,25 @@ class Batch:
         return Batch(num_sequences, tokens, tokens * sequence_tokens, tokens)
 
 
-def skips_half(job: ResolvedJob, batch: Batch) -> bool:
-    """Whether a fused causal kernel skips the upper half of the scores.
+def skips_half(job: ResolvedJob, batch: Batch, window: int | None) -> bool:
+    """Whether a fused causal kernel skips the upper half of the scores of a layer with this sliding window.
 
-    ``sdpa`` under a mask (samples of different length side by side, or in one flattened row) does not: transformers hands
-    it the mask in place of ``is_causal``, and the memory-efficient kernel multiplies the whole square.
+    ``sdpa`` under a mask (samples of different length side by side, or in one flattened row; a row that reaches the window)
+    does not: transformers hands it the mask in place of ``is_causal``, and the memory-efficient kernel multiplies the whole
+    square.
     """
     is_padded = batch.num_padding_tokens > 0 and batch.num_sequences > 1
-    under_mask = is_padded and job.attn_implementation == "sdpa" and job.framework not in ("litgpt", "unsloth")
+    needs_mask = is_padded or (window is not None and reaches_window(batch.row_tokens, window))
+    under_mask = needs_mask and job.attn_implementation == "sdpa" and not job.makes_own_masks
     return not (under_mask or batch.num_masked_pairs)
+
+
+def reaches_window(row_tokens: float, window: int) -> bool:
+    """Whether transformers makes a mask for a sliding window: a row as long as the window gets one too.
+
+    Source: transformers 5.24, masking_utils.py (``_ignore_causal_mask_sdpa``).
+    """
+    return row_tokens >= window
 
 
 def with_masked_pairs(job: ResolvedJob, batch: Batch) -> Batch:
@@ -421,6 +436,16 @@ def model_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     return counted.forward_total + counted.backward_total - executed + needed - left_out
 
 
+def share_of_scores_computed(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
+    """Of the products of attention that :func:`flops` counts, the share that causal kernels compute, over all layers."""
+    counted = computed = 0.0
+    for window, _, pair_forward, _, _ in _work(model, job).pairs:
+        products = pair_forward * _attended(batch, window if _skips_outside_window(job) else None)
+        counted += products
+        computed += products * (0.5 if skips_half(job, batch, window) else 1.0)
+    return computed / counted if counted else 1.0
+
+
 def hardware_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     """What the device really executes, the numerator of HFU.
 
@@ -429,7 +454,7 @@ def hardware_flops(model: ModelSpec, job: ResolvedJob, batch: Batch) -> float:
     counted = flops(model, job, batch)
     skipped = 0.0
     for window, is_fused, pair_forward, pair_backward, _ in _work(model, job).pairs:
-        if is_fused and skips_half(job, batch):
+        if is_fused and skips_half(job, batch, window):
             passes = pair_forward * (2 if job.gradient_checkpointing else 1) + pair_backward
             skipped += 0.5 * passes * _attended(batch, window if _skips_outside_window(job) else None)
     return counted.forward_total + counted.backward_total + counted.recompute_total - skipped

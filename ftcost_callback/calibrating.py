@@ -22,6 +22,7 @@ from costmodel.described_job import TokensSeen
 from costmodel.errors import CostModelError
 from costmodel.estimation import measured_step
 from costmodel.specs import Job
+from ftcost_callback.comparison import WAIT_SHARE
 from ftcost_callback.records import Step
 from ftcost_callback.run_file import RunRecord, read_run
 
@@ -34,8 +35,7 @@ _WARM_UP_STEPS: Final = 2  # of each session: kernel selection, allocator growth
 _MAX_GROUPS: Final = 8  # steps of like token counts, of one run
 _MIN_GROUP_STEPS: Final = 5
 _FEW_STEPS: Final = 3  # below this a run says nothing
-_NORMAL_MEDIAN: Final = 0.6745  # standard deviations that hold half of a normal distribution
-_ERROR_OF_A_MEDIAN: Final = 1.2533  # standard error of a median over that of a mean
+_EVENT: Final = 2.0  # times the typical step, beyond which something else than training took place
 
 
 def measured_steps(places: Sequence[str], overrides: Mapping[str, Any] | None = None) -> list[MeasuredStep]:
@@ -70,9 +70,10 @@ def _wandb_records(place: str) -> list[RunRecord]:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """One step of a run: its seconds without the wait for data, and its mean micro-batch."""
+    """One step of a run, and its mean micro-batch."""
 
     seconds: float
+    data_wait_seconds: float  # in ``seconds``
     num_sequences: float
     num_tokens: float
     num_non_padding_tokens: float
@@ -81,8 +82,9 @@ class _Taken:
 
 
 def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) -> list[MeasuredStep]:
-    """The run's steps in groups of like token counts, each by its medians. Left out: the first steps of each session, waits
-    for data, slowed-down GPUs, partial accumulation groups.
+    """The run's steps in groups of like token counts, each by its means: what is paid for is the sum of the steps. Left out:
+    the first steps of each session, slowed-down GPUs, partial accumulation groups, steps of over twice the typical, and
+    the waits of a run that its data holds up.
 
     Raises :class:`CostModelError` where the record holds no job, or too few steps with their tokens.
     """
@@ -107,7 +109,8 @@ def steps_of_run(record: RunRecord, overrides: Mapping[str, Any] | None = None) 
             f"run {source} holds {len(taken)} steps that can be used of {len(record.steps)}; at least {_FEW_STEPS} are "
             f"needed after the first {_WARM_UP_STEPS} of each session, with their tokens counted"
         )
-    scatter = _ERROR_OF_A_MEDIAN * _scatter(taken)
+    taken = _without_long_waits(taken)
+    scatter = _scatter(taken)
     return [
         dataclasses.replace(measured_step(job, seconds, source, seen), scatter=scatter / math.sqrt(number))
         for seen, seconds, number in _groups(taken)
@@ -135,7 +138,8 @@ def _taken(step: Step, accumulation: int, rows: int) -> _Taken | None:
     sequences = (step.num_samples or rows * per_rank) / per_rank
     tokens = step.num_tokens / per_rank
     return _Taken(
-        seconds=seconds,
+        seconds=step.step_seconds,
+        data_wait_seconds=step.data_wait_seconds or 0.0,
         num_sequences=sequences,
         num_tokens=tokens,
         num_non_padding_tokens=(step.num_non_padding_tokens or step.num_tokens) / per_rank,
@@ -144,45 +148,63 @@ def _taken(step: Step, accumulation: int, rows: int) -> _Taken | None:
     )
 
 
+def _without_long_waits(taken: Sequence[_Taken]) -> list[_Taken]:
+    """Every loader takes some time for a batch, which is a part of each step and is paid for. A wait so long that a verdict
+    would name it says nothing of the card."""
+    waited = sum(step.data_wait_seconds for step in taken)
+    if waited <= WAIT_SHARE * sum(step.seconds for step in taken):
+        return list(taken)
+    return [
+        dataclasses.replace(step, seconds=step.seconds - step.data_wait_seconds, data_wait_seconds=0.0) for step in taken
+    ]
+
+
 def _scatter(taken: Sequence[_Taken]) -> float:
     """Standard deviation of a step's seconds about what its tokens ask for, as a share.
 
-    From each step's distance to the line between its two neighbours in tokens, by their median: a slow step counts as one.
+    From each step's distance to the line between its two neighbours in tokens.
     """
-    ordered = sorted(taken, key=lambda step: step.num_tokens)
-    apart = []
+    ordered = sorted(_without_events(taken), key=lambda step: step.num_tokens)
+    squares = []
     for before, step, after in zip(ordered, ordered[1:], ordered[2:], strict=False):
         gap = math.log(after.num_tokens / before.num_tokens)
         share = math.log(step.num_tokens / before.num_tokens) / gap if gap else 0.5
         expected = (1 - share) * math.log(before.seconds) + share * math.log(after.seconds)
-        apart.append(abs(math.log(step.seconds) - expected) / math.sqrt(1 + (1 - share) ** 2 + share**2))
-    return statistics.median(apart) / _NORMAL_MEDIAN
+        squares.append((math.log(step.seconds) - expected) ** 2 / (1 + (1 - share) ** 2 + share**2))
+    return math.sqrt(statistics.mean(squares)) if squares else 0.0
 
 
 def _groups(taken: Sequence[_Taken]) -> list[tuple[TokensSeen, float, int]]:
-    """Medians of groups of steps with like token counts, and how many. A neighbour on the machine slows single steps."""
+    """Means of groups of steps with like token counts, and how many."""
     ordered = sorted(taken, key=lambda step: step.num_tokens)
     number = max(1, min(_MAX_GROUPS, len(ordered) // _MIN_GROUP_STEPS))
     bounds = [round(place * len(ordered) / number) for place in range(number + 1)]
-    return [(*_typical(ordered[low:high]), high - low) for low, high in itertools.pairwise(bounds)]
+    groups = [_without_events(ordered[low:high]) for low, high in itertools.pairwise(bounds)]
+    return [(*_mean(group), len(group)) for group in groups]
 
 
-def _typical(steps: Sequence[_Taken]) -> tuple[TokensSeen, float]:
-    def median(name: str) -> float:
-        return float(statistics.median(getattr(step, name) for step in steps))
+def _without_events(steps: Sequence[_Taken]) -> list[_Taken]:
+    """A mean holds the small delays that every run has. One long event among few steps would be taken for all of them."""
+    seconds = statistics.median(step.seconds for step in steps)
+    tokens = statistics.median(step.num_tokens for step in steps)
+    return [step for step in steps if step.seconds <= _EVENT * seconds * max(1.0, step.num_tokens / tokens)]
 
-    tokens, sequences = median("num_tokens"), median("num_sequences")
+
+def _mean(steps: Sequence[_Taken]) -> tuple[TokensSeen, float]:
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(step, name) for step in steps)
+
     supervised = [step.num_supervised_tokens for step in steps if step.num_supervised_tokens is not None]
     seen = TokensSeen(
-        num_sequences=sequences,
-        num_tokens=tokens,
-        num_non_padding_tokens=median("num_non_padding_tokens"),
+        num_sequences=mean("num_sequences"),
+        num_tokens=mean("num_tokens"),
+        num_non_padding_tokens=mean("num_non_padding_tokens"),
         # A step's row holds no squares. Exact for padded rows of one micro-batch, a lower bound for packed ones.
-        sum_squared_sequence_tokens=tokens * tokens / sequences,
-        longest_tokens=math.ceil(median("longest_tokens")),
-        num_supervised_tokens=statistics.median(supervised) if supervised else None,
+        sum_squared_sequence_tokens=statistics.fmean(step.num_tokens**2 / step.num_sequences for step in steps),
+        longest_tokens=math.ceil(mean("longest_tokens")),
+        num_supervised_tokens=statistics.fmean(supervised) if supervised else None,
     )
-    return seen, median("seconds")
+    return seen, mean("seconds")
 
 
 # --- batch sweeps -----------------------------------------------------------------------------------------------------

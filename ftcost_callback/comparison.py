@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 ON_PLAN_SHARE: Final = 0.1  # within 10 % of the prediction there is nothing to act on
-_WAIT_SHARE: Final = 0.05  # of a step; below it, waiting for data is no cause
+WAIT_SHARE: Final = 0.05  # of a step; below it, waiting for data is no cause
 _WORTHWHILE_SHARE: Final = 0.1  # of a step; below it, waiting for data is not worth a change
 _MIN_CAUSE_SHARE: Final = 0.3  # of the excess; what explains less is not named as its cause
 _MOST_OF_IT: Final = 0.5
@@ -212,7 +212,7 @@ def _more_tokens(predicted_seconds: float, ratios: Mapping[str, float]) -> _Caus
 def _busy_machine(measured: Measured) -> _Cause | None:
     """Only on the kernel's own count: a thread that could have run and had no processor."""
     share = measured.processor_wait_fraction
-    if share is None or share < _WAIT_SHARE or measured.step_seconds is None:
+    if share is None or share < WAIT_SHARE or measured.step_seconds is None:
         return None
     text = (
         f"the training thread waited {share:.0%} of the time for a processor that others used; "
@@ -340,7 +340,7 @@ def _job(estimate: Mapping[str, Any], name: str) -> Any:
 
 
 def _on_plan_by_median(estimate: Mapping[str, Any], measured: Measured) -> str | None:
-    """Where the mean is off and the typical step is not: `ftcost calibrate`, which goes by medians, would change nothing."""
+    """Where the mean is off and the typical step is not: a few long steps, most of which `ftcost calibrate` leaves out."""
     median = _ratio(measured.median_step_seconds, estimate["step_seconds"])
     if median is None or abs(median - 1) > ON_PLAN_SHARE:
         return None
@@ -378,7 +378,7 @@ def _wait_share(measured: Measured) -> float:
     if not measured.step_seconds or measured.data_wait_seconds is None:
         return 0.0
     share = measured.data_wait_seconds / measured.step_seconds
-    return share if share >= _WAIT_SHARE else 0.0
+    return share if share >= WAIT_SHARE else 0.0
 
 
 def _waits_for_data(measured: Measured, share: float, of: str) -> str:

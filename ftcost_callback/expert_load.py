@@ -6,7 +6,7 @@ with them: one concatenation, one scatter, no wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -34,20 +34,32 @@ _open_counter: ExpertLoadCounter | None = None
 
 
 @torch.library.custom_op("ftcost::tap", mutates_args=())
-def _tap(index: Tensor) -> Tensor:
-    """Identity on the expert indices whose body runs inside a compiled graph, also in its recomputation."""
+def _tap(carried: Tensor, shown: Sequence[Tensor]) -> Tensor:
+    """Identity on ``carried``, which the model goes on with, so that no compiler leaves the operator out. Its body runs
+    inside a compiled graph, also in its recomputation, and sees what shows the choice."""
     counter = _open_counter
     if counter is not None:
         try:
-            counter.seen_in_graph(index)
+            counter.seen_in_graph([each.clone() for each in shown])  # a graph may use their memory again
         except Exception as error:
             counter.on_error(error)
-    return index.clone()
+    return carried.clone()
 
 
 @_tap.register_fake
-def _(index: Tensor) -> Tensor:
-    return torch.empty_like(index)
+def _(carried: Tensor, shown: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(carried)
+
+
+def _tap_setup(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor]], output: Tensor) -> None:
+    ctx.num_shown = len(inputs[1])
+
+
+def _tap_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, list[None]]:
+    return gradient, [None] * ctx.num_shown
+
+
+_tap.register_autograd(_tap_backward, setup_context=_tap_setup)
 
 
 class _SiteHook:
@@ -75,11 +87,10 @@ class ArgumentHook(_SiteHook):
         self._name = site.argument
         self._position = site.position
         self._with_next = site.with_next
-        self._shows_choice_in_graph = site.shows_choice_in_graph
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_compiling():
-            return self._tapped(args, kwargs) if self._shows_choice_in_graph else None
+            return self._tapped(args, kwargs)
         counter = self._counter
         if counter.is_open:
             try:
@@ -91,21 +102,34 @@ class ArgumentHook(_SiteHook):
 
     def _tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, position = self._name, self._position
+        given = kwargs[name] if name in kwargs else args[position]
+        tapped = _tap(given, [given, args[position + 1].detach()] if self._with_next else [given])
         if name in kwargs:
-            return args, {**kwargs, name: _tap(kwargs[name])}
-        before, after = args[:position], args[position + 1 :]
-        return (*before, _tap(args[position]), *after), kwargs
+            return args, {**kwargs, name: tapped}
+        return (*args[:position], tapped, *args[position + 1 :]), kwargs
 
 
 class OutputHook(_SiteHook):
     """Forward hook of a router whose output shows the choice."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not is_compiling() and self._counter.is_open:
+    def __init__(self, counter: ExpertLoadCounter, site: ExpertSite, place: int) -> None:
+        super().__init__(counter, site, place)
+        self._shows_choice_in_graph = site.shows_choice_in_graph
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if is_compiling():
+            return self._tapped(output) if self._shows_choice_in_graph else None
+        if self._counter.is_open:
             try:
                 self._counter.seen(output, self._place)
             except Exception as error:
                 self._counter.on_error(error)
+        return None
+
+    def _tapped(self, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The first of the router's outputs is carried on: every model of these goes on with it."""
+        first, *others = output
+        return (_tap(first, [each.detach() for each in output if isinstance(each, Tensor)]), *others)
 
 
 class ExpertRowsHook(_SiteHook):
@@ -147,7 +171,6 @@ class ExpertLoadCounter:
         self._pending: list[Any] = []  # what shows the choice of each
         self._pending_bytes = 0
         self._may_hold = True
-        self._held_kind: tuple[int, bool] | None = None
         self._called: set[int] = set()  # sites of the open forward
         self._num_in_graph = 0  # calls of the open forward that a compiled graph made, which does not know its site
         self._reals: tuple[Tensor | None, Tensor | None] = (None, None)  # real tokens: of the model, of its decoder
@@ -234,12 +257,12 @@ class ExpertLoadCounter:
         if self._pending_bytes > _MAX_PENDING_BYTES:
             self._count_pending()
 
-    def seen_in_graph(self, index: Tensor) -> None:
-        """A site was called inside a compiled graph, in the order of the sites; its next call may write over ``index``."""
+    def seen_in_graph(self, shown: list[Tensor]) -> None:
+        """A site was called inside a compiled graph, in the order of the sites."""
         place, self._num_in_graph = self._num_in_graph, self._num_in_graph + 1
         self._may_hold = False
         if place < len(self._sites):
-            self.seen(index, place)
+            self.seen(shown[0] if len(shown) == 1 else tuple(shown), place)
 
     def expert_called(self, place: int, expert: int, hidden_states: Tensor) -> None:
         """An expert that is a module of its own was given rows."""
@@ -272,23 +295,19 @@ class ExpertLoadCounter:
             self.close_window()
 
     def _hold_or_count(self) -> None:
-        """Keep the whole forward, to be counted together with others like it: if it is small, and its indices are no
-        views that keep larger tensors alive."""
+        """Keep the whole forward, to be counted together with others: if it is small, and its indices are no views that
+        keep larger tensors alive, which the first one kept shows for all (one code makes them).
+
+        It runs in each forward, so whatever can wait is looked at when they are counted.
+        """
         indices, num_bytes = self._pending, self._pending_bytes
         if not self._is_plain:
             indices = self._indices(self._places, indices)
             num_bytes = sum(index.nbytes for index in indices)
-        first: Tensor = indices[0]
-        if num_bytes > _MAX_HELD_BYTES or first.dim() != 2 or first.untyped_storage().nbytes() > 2 * first.nbytes:
+        if num_bytes > _MAX_HELD_BYTES or not (self._held or _owns_its_memory(indices[0])):
             self._count_indices(self._places, indices)
             return
-        num_tokens, top_k = first.shape
-        real = self._fitting(self._reals[0], num_tokens)
-        kind = (top_k, real is None)
-        if kind != self._held_kind:
-            self._count_held()
-            self._held_kind = kind
-        self._held.append((indices, real))
+        self._held.append((indices, self._reals[0]))
         self._held_bytes += num_bytes
         self._num_complete += 1
         if self._held_bytes > _MAX_HELD_BYTES or len(self._held) >= _MAX_HELD_FORWARDS:
@@ -299,15 +318,22 @@ class ExpertLoadCounter:
         if not held:
             return
         self._num_calls = [calls + len(held) for calls in self._num_calls]
-        alike: list[tuple[list[Tensor], Tensor | None]] = []
-        for indices, real in held:
-            if len({index.shape for index in indices}) == 1:
-                alike.append((indices, real))
+        # experts per token, whether padding is known -> forwards whose layers all chose for as many tokens
+        alike: dict[tuple[int, bool], tuple[list[list[Tensor]], list[Tensor | None]]] = {}
+        for indices, real_tokens in held:
+            shapes = [index.shape for index in indices]
+            shape = shapes[0]
+            if len(shape) != 2 or shapes.count(shape) != len(shapes):
+                indices = [_two_dimensional(index) for index in indices]
+                for place, index in enumerate(indices):
+                    self._count(place, [[index]], [self._fitting(real_tokens, index.shape[0])])
                 continue
-            for place, index in enumerate(map(_two_dimensional, indices)):
-                self._count(place, [[index]], [self._fitting(real, index.shape[0])])
-        if alike:
-            self._count(0, [indices for indices, _ in alike], [real for _, real in alike])
+            real = self._fitting(real_tokens, shape[0])
+            forwards, reals = alike.setdefault((shape[1], real is None), ([], []))
+            forwards.append(indices)
+            reals.append(real)
+        for forwards, reals in alike.values():
+            self._count(0, forwards, reals)
 
     def _indices(self, places: list[int], shown: list[Any]) -> list[Tensor]:
         """What was shown -> (tokens, experts per token) each."""
@@ -482,6 +508,10 @@ class ExpertLoadCounter:
         self._rows_of_experts = {place: [0] * len(site.experts) for place, site in enumerate(self._sites) if site.experts}
         self._num_forwards = self._num_complete = 0
         self._odd_shape = None
+
+
+def _owns_its_memory(index: Tensor) -> bool:
+    return index.dim() == 2 and index.untyped_storage().nbytes() <= 2 * index.nbytes
 
 
 def _two_dimensional(index: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,22 +70,36 @@ class ExpertSite:
 
     @property
     def shows_choice_in_graph(self) -> bool:
-        """Whole numbers that go into a module: an operator in between is seen by a compiler and disturbs no gradient."""
-        return self.argument is not None and not self.with_next
+        """Whether an operator on the module's way can show the choice inside a compiled graph. Not that of experts which are
+        modules of their own: the rows they are given, which the choice is checked by, are not seen there."""
+        return not self.experts
 
 
 def find_expert_sites(model: nn.Module) -> list[ExpertSite]:
-    """Every place where experts are chosen and the choice can be seen, in the order of the model's modules."""
+    """Every place where experts are chosen and the choice can be seen, in the order in which a forward comes to them: inside
+    a compiled graph nothing else tells one from another."""
     modules = dict(model.named_modules())
     unused = tuple(f"{part}." for name, module in modules.items() for part in _unused_parts(name, module))
     if unused:
         modules = {name: module for name, module in modules.items() if not f"{name}.".startswith(unused)}
     config = getattr(model, "config", None)
-    sites = [site for name, module in modules.items() for site in _sites_of(modules, name, module, config)]
+    sites = _in_order_of_calls(
+        [site for name, module in modules.items() for site in _sites_of(modules, name, module, config)]
+    )
     parts = [site.layer_name.split(".") for site in sites]
     if getattr(config, "is_encoder_decoder", False) or any("encoder" in each for each in parts):
         sites = [dataclasses.replace(site, is_decoder="decoder" in each) for site, each in zip(sites, parts, strict=True)]
     return sites
+
+
+def _in_order_of_calls(sites: list[ExpertSite]) -> list[ExpertSite]:
+    """Modules are made in the order of their calls; but JetMoE's layers make their attention last, and call it first."""
+    ordered = list(sites)
+    for place, (site, following) in enumerate(itertools.pairwise(sites)):
+        layer = following.layer_name.removesuffix(".self_attention.experts")
+        if layer != following.layer_name and site.layer_name == f"{layer}.mlp":
+            ordered[place : place + 2] = following, site
+    return ordered
 
 
 def _unused_parts(name: str, module: Any) -> list[str]:

@@ -98,6 +98,11 @@ class ForwardCounters:
             self._experts.close_window()
         self.on_failed()
 
+    @property
+    def num_forwards(self) -> int:
+        """Training forwards since the last step, without those that failed."""
+        return self._tokens.num_forwards if self._tokens is not None else 0
+
     def labels_seen(self, labels: Sequence[Any]) -> None:
         """The step's labels, for a model that is not given them."""
         if self._tokens is not None:

@@ -172,7 +172,8 @@ class FTCostMonitor:
         self._boundary = Boundary()
         self._run: LiveRun | RankRun | None = None
         self._handles: list[Any] = []
-        self._labels: list[Any] = []  # of the micro-batches since the last step, where a loader is watched
+        # Of the batches since the last step, where a loader is watched: their labels, and the forwards done before each.
+        self._drawn: list[tuple[Any, int]] = []
         self._is_watching = False
         self._said_pause_in_step = self._is_entered = False
         self.global_step = start_step
@@ -308,7 +309,8 @@ class FTCostMonitor:
         run = self._run
         if run is None:
             return
-        labels, self._labels = self._labels, []
+        drawn, self._drawn = self._drawn, []
+        labels = _labels_of_used(drawn, run.num_forwards)
         if not self._is_watching and batch is not None and self._loop.accumulation_steps == 1:
             labels = [found for found in (_labels_of(batch),) if found is not None]
         if labels:
@@ -363,7 +365,7 @@ class FTCostMonitor:
             self._run.step_begins()
         labels = _labels_of(batch)
         if labels is not None:
-            self._labels.append(labels)
+            self._drawn.append((labels, self._run.num_forwards))
 
     @property
     def _run_has_forwards(self) -> bool:
@@ -536,6 +538,7 @@ class _Loop:
             max_steps=max_steps or -1,
             num_train_epochs=self.num_epochs or 1.0,
             max_length=self.max_length,
+            dataloader_drop_last=bool(getattr(self.train_loader, "drop_last", False)),
         )
         job = dict(
             job_from_objects(
@@ -580,6 +583,16 @@ def _step_of_ledger(folder: str | os.PathLike[str], start_step: int) -> int:
 
 def _optimizers(given: Any) -> tuple[Any, ...]:
     return () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _labels_of_used(drawn: Sequence[tuple[Any, int]], num_forwards: int) -> list[Any]:
+    """Without those of batches that the loop skipped: more were drawn than forwards done, and none was done before the next
+    was drawn. Empty where the batches were drawn ahead, so that nobody can say which were used."""
+    if len(drawn) <= num_forwards:
+        return [labels for labels, _ in drawn]
+    done_after = [done for _, done in drawn[1:]] + [num_forwards]
+    used = [labels for (labels, done), after in zip(drawn, done_after, strict=True) if after > done]
+    return used if len(used) == num_forwards else []
 
 
 def _labels_of(batch: Any) -> Any:

@@ -112,6 +112,11 @@ class ProcessRun:
         return self._steps.any_forward
 
     @property
+    def num_forwards(self) -> int:
+        """Of the step that is being done, without those that failed."""
+        return self.counters.num_forwards
+
+    @property
     def in_step(self) -> bool:
         """Between the begin and the end of a step: what is logged there is the user's own affair."""
         return self._steps.in_step

@@ -525,19 +525,23 @@ def num_remaining_pauses(
     max_steps: int | None,
     steps_per_epoch: float | None = None,
     also_at_the_end: bool = True,
+    delay: float = 0.0,
 ) -> int:
     """How often a pause with this ``*_strategy`` ("no", "steps", "epoch") still comes after ``steps_done``.
 
     ``every_steps`` below 1 is a fraction of ``max_steps``, as in ``TrainingArguments``. With "steps" the Trainer also
-    evaluates and saves at the last step (it does not log: ``also_at_the_end=False``). The pause of the step just done
-    is not counted; add 1 while it is pending. "best" saves when it must: 0, since nobody knows.
+    evaluates (transformers 5.4) and saves at the last step (it does not log: ``also_at_the_end=False``). ``delay``: none
+    before so many steps or epochs, whichever the strategy counts. The pause of the step just done is not counted; add 1
+    while it is pending. "best" saves when it must: 0, since nobody knows.
     """
     if max_steps is None or steps_done >= max_steps:
         return 0
     if strategy == "epoch" and steps_per_epoch is not None and steps_per_epoch > 0:
-        return math.ceil(max_steps / steps_per_epoch) - math.floor(steps_done / steps_per_epoch)
+        epochs, done = max_steps / steps_per_epoch, math.floor(steps_done / steps_per_epoch)
+        whole = max(0, math.floor(epochs) - max(done, math.ceil(delay) - 1))
+        return whole + (epochs > math.floor(epochs) and delay <= epochs)
     if strategy == "steps" and every_steps is not None and every_steps > 0:
         every = math.ceil(every_steps * max_steps) if every_steps < 1 else int(every_steps)
-        at_the_end = 1 if also_at_the_end and max_steps % every else 0
-        return max_steps // every - steps_done // every + at_the_end
+        at_the_end = also_at_the_end and max_steps % every != 0 and delay <= max_steps
+        return max(0, max_steps // every - max(steps_done // every, math.ceil(delay / every) - 1)) + at_the_end
     return 0

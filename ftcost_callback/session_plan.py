@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
 import uuid
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from costmodel.defaults import evaluates_at_the_end
 from costmodel.specs import Price
 from ftcost_callback.projection import PausePlan, num_remaining_pauses
 from ftcost_callback.recorder import Pace, Totals
@@ -82,6 +84,9 @@ class Plan:
     steps_per_epoch: float | None = None
     eval_strategy: str = "no"
     eval_steps: float | None = None
+    eval_delay: float = 0.0  # in what eval_strategy counts
+    eval_on_start: bool = False
+    evaluates_at_the_end: bool = True
     save_strategy: str = "no"
     save_steps: float | None = None
     logging_strategy: str = "no"
@@ -97,13 +102,19 @@ class Plan:
     def of(cls, args: Any, state: Any, *, tensor_parallel_size: int = 1) -> Plan:
         """From a Trainer's arguments and state, at the start of a session."""
         max_steps = state.max_steps if state.max_steps and state.max_steps > 0 else None
-        epochs = state.num_train_epochs
+        epochs = state.num_train_epochs  # a part of one counts as one
         is_finite = bool(epochs) and 0 < epochs < 2**31  # data without a length is given sys.maxsize epochs
+        steps_per_epoch = max_steps / epochs if max_steps is not None and is_finite else None
+        if steps_per_epoch is not None and max_steps is not None and args.max_steps <= 0 and args.num_train_epochs >= 1:
+            steps_per_epoch = float(max_steps // args.num_train_epochs)  # max_steps is the two's product, rounded up
         return cls(
             max_steps=max_steps,
-            steps_per_epoch=max_steps / epochs if max_steps is not None and is_finite else None,
+            steps_per_epoch=steps_per_epoch,
             eval_strategy=_strategy(args.eval_strategy),
             eval_steps=state.eval_steps,
+            eval_delay=float(getattr(args, "eval_delay", None) or 0.0),
+            eval_on_start=bool(getattr(args, "eval_on_start", False)),
+            evaluates_at_the_end=evaluates_at_the_end("transformers", importlib.metadata.version("transformers")),
             save_strategy=_strategy(args.save_strategy),
             save_steps=state.save_steps,
             logging_strategy=_strategy(args.logging_strategy),
@@ -138,7 +149,8 @@ class Plan:
             steps_done=steps_done,
             max_steps=self.max_steps,
             steps_per_epoch=self.steps_per_epoch,
-            also_at_the_end=kind != "log",
+            also_at_the_end=self.evaluates_at_the_end if kind == "eval" else kind == "save",
+            delay=self.eval_delay if kind == "eval" else 0.0,
         )
 
     def pause_plan(
@@ -151,7 +163,7 @@ class Plan:
         predicted_total_seconds: float | None,
     ) -> PausePlan:
         """``is_pending``: the pause of the step just done is still to come. The prediction is for all of its kind."""
-        num_planned = self.num_remaining(kind, 0)
+        num_planned = self.num_remaining(kind, 0) + (kind == "eval" and self.eval_on_start)
         return PausePlan(
             kind=kind,
             num_remaining=self.num_remaining(kind, steps_done) + is_pending,

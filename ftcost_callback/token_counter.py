@@ -255,10 +255,12 @@ class TokenCounter:
         self._num_items: Any = None
         self._labels: Sequence[Tensor] = ()
         self.saw_forward = False
+        self.num_forwards = 0  # since the last step, without those that failed
 
     def open_forward(self, forward: TrainingForward) -> None:
         """Count one training forward. Only whole numbers are touched, which carry no gradient."""
         self.saw_forward = True
+        self.num_forwards += 1
         self._add_latest()
         self._latest = _MicroBatch(forward, self._rule)
         if self._use_num_items_in_batch:
@@ -274,6 +276,7 @@ class TokenCounter:
     def drop_forward(self) -> None:
         """The forward opened last failed: forget what was counted of it."""
         self._latest = None
+        self.num_forwards = max(0, self.num_forwards - 1)
 
     def labels_seen(self, labels: Sequence[Tensor]) -> None:
         """Those of all micro-batches since the last step: for a model whose loss is computed outside it."""
@@ -282,13 +285,13 @@ class TokenCounter:
     def drop(self) -> None:
         """Forget what was counted since the last step (a step that was broken off)."""
         self._step = self._latest = self._num_items = None
-        self._labels = ()
+        self._labels, self.num_forwards = (), 0
 
     def take_step(self) -> PendingTokens:
         """The counts since the last call."""
         self._add_latest()
         step, num_items, labels = self._step, self._num_items, self._labels
-        self._step, self._num_items, self._labels = None, None, ()
+        self._step, self._num_items, self._labels, self.num_forwards = None, None, (), 0
         if step is None:
             return PendingTokens()
         if step.num_supervised_tokens is None and num_items is not None:

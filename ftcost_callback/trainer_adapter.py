@@ -263,6 +263,7 @@ def _schedule_fields(args: Any, eval_dataset: Any) -> dict[str, Any]:
         "eval_strategy": _strategy(args.eval_strategy),
         "save_strategy": _strategy(args.save_strategy),
         "save_only_model": bool(args.save_only_model),
+        "dataloader_drop_last": bool(args.dataloader_drop_last) or None,
     }
     if args.max_steps and args.max_steps > 0:
         fields["max_steps"] = int(args.max_steps)
@@ -270,6 +271,8 @@ def _schedule_fields(args: Any, eval_dataset: Any) -> dict[str, Any]:
         fields["num_train_epochs"] = float(args.num_train_epochs)
     if fields["eval_strategy"] != "no":
         fields["eval_steps"] = args.eval_steps
+        fields["eval_delay"] = getattr(args, "eval_delay", None) or None
+        fields["eval_on_start"] = getattr(args, "eval_on_start", False) or None
         fields["per_device_eval_batch_size"] = int(args.per_device_eval_batch_size)
         fields["num_eval_samples"] = num_rows(eval_dataset) or None
     if fields["save_strategy"] == "steps":

@@ -65,6 +65,7 @@ UNDERSTOOD: Final = frozenset(
         "context_parallel_size",
         "curriculum_sampling",
         "cut_cross_entropy",
+        "dataloader_drop_last",
         "datasets",
         "deepspeed",
         "dp_replicate_size",
@@ -233,7 +234,6 @@ HARMLESS: Final = frozenset(
         "dataloader_pin_memory",
         "dataloader_num_workers",
         "dataloader_prefetch_factor",
-        "dataloader_drop_last",
         "roles_to_train",
         "role_boundaries",
         # what is learned, not what it costs
@@ -827,6 +827,8 @@ def _evaluation_and_saving(reader: ConfigReader) -> None:
         reader.set("save_strategy", strategy["save"], "save_strategy")
     reader.default("save_strategy", "epoch", "core/builders/base.py")
     reader.set("save_only_model", reader.flag("save_only_model"), "save_only_model")
+    if reader.flag("dataloader_drop_last"):
+        reader.set("dataloader_drop_last", True, "dataloader_drop_last")
 
 
 def _sharding(reader: ConfigReader) -> None:

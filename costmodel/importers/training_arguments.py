@@ -17,7 +17,10 @@ UNDERSTOOD: Final = frozenset(
         "activation_checkpointing_kwargs",
         "adafactor",
         "bf16",
+        "dataloader_drop_last",
         "deepspeed",
+        "eval_delay",
+        "eval_on_start",
         "eval_steps",
         "eval_strategy",
         "evaluation_strategy",
@@ -88,7 +91,6 @@ HARMLESS: Final = frozenset(
         "fp16_opt_level",
         "fp16_backend",
         "half_precision_backend",
-        "eval_delay",
         "eval_do_concat_batches",
         "eval_use_gather_object",
         "eval_accumulation_steps",
@@ -103,7 +105,6 @@ HARMLESS: Final = frozenset(
         "ddp_static_graph",
         "ddp_timeout",
         "debug",
-        "dataloader_drop_last",
         "dataloader_num_workers",
         "dataloader_pin_memory",
         "dataloader_persistent_workers",
@@ -170,7 +171,6 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "use_mps_device": "the estimate is of a GPU in the catalogue",
     "use_ipex": "the estimate is of a GPU",
     "resume_from_checkpoint": "the estimate is of the whole run, from its first step",
-    "eval_on_start": "the evaluation before the first step is not counted",
     "torch_empty_cache_steps": "emptying the allocator's cache is not modelled",
     "torchdynamo": "a torchdynamo backend is not modelled; torch_compile is",
     "predict_with_generate": "generation in evaluations is not counted",
@@ -260,6 +260,12 @@ def _evaluation_and_saving(reader: ConfigReader, logging_steps: float) -> None:
             reader.set("eval_steps", written, "logging_steps")
         else:
             reader.default("eval_steps", logging_steps, "eval_steps follows logging_steps")
+    delay = reader.number("eval_delay")
+    if delay:
+        reader.set("eval_delay", delay, "eval_delay")
+    for name in ("eval_on_start", "dataloader_drop_last"):
+        if reader.flag(name):
+            reader.set(name, True, name)
     reader.copy("per_device_eval_batch_size", "per_device_eval_batch_size", "per_gpu_eval_batch_size")
     reader.set("save_strategy", _strategy(reader.value("save_strategy")), "save_strategy")
     steps = reader.number("save_steps")

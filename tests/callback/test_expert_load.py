@@ -164,7 +164,7 @@ def test_small_forwards_are_counted_together_each_by_its_own_mask() -> None:
         pass_through(counter, indices(num_tokens, expert), input_ids=mask, attention_mask=mask)
         mask.zero_()  # what a user does with his batch afterwards is his own affair
     pass_through(counter, indices(5, 3), input_ids=torch.ones(1, 5, dtype=torch.long))  # no mask: all are real
-    assert counter._counts is not None  # the kind before it has been counted
+    assert len(counter._held) == 4  # with masks and without one
     load = taken(counter, num_non_padding_tokens=6 + 4 + 3 + 5)
     assert load.status == "recorded"
     assert load.tokens_per_expert == [[18, 8, 0, 10]] * 3
@@ -205,7 +205,7 @@ def test_memory_that_others_may_write_over_or_that_is_a_part_of_more_is_not_kept
     for place in range(3):
         index = torch.zeros(8, 2 if is_compiled else 64, dtype=torch.long)[:, :2]
         if is_compiled:
-            counter.seen_in_graph(index)
+            counter.seen_in_graph([index])
         else:
             counter.seen(index, place)
     counter.close_forward()

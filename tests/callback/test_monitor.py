@@ -331,6 +331,26 @@ def test_experts_and_labels_of_a_model_that_is_not_given_them(tmp_path: Path, fa
     assert [window.imbalance_usd is not None for window in loop.sink.windows] == [True] * 3
 
 
+def test_the_labels_of_a_batch_that_the_loop_skips_are_not_trained_on(tmp_path: Path, fake_clock: FakeClock) -> None:
+    model = tiny_mixtral()
+    loop = Loop(fake_clock, tmp_path, model=model, num_epochs=1)
+    expected = 0
+    with loop.monitor as monitor:
+        for place, batch in enumerate(monitor.watch(loop.loader)):
+            if place in (0, 3):
+                continue
+            labels = batch["labels"]
+            expected += int((labels[:, 1:] != -100).sum())
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+            loop.optimizer.step()
+            monitor.step()
+    summary = read_run(tmp_path).summary
+    assert summary is not None
+    assert summary.num_steps == 4
+    assert summary.num_supervised_tokens == expected
+
+
 def test_a_job_is_read_from_the_live_objects_and_predicted(tmp_path: Path, fake_clock: FakeClock) -> None:
     loop = Loop(fake_clock, tmp_path, num_steps=40, gradient_accumulation_steps=3, predict=True, gpu="A40")
     with loop.monitor:

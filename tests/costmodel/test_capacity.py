@@ -10,7 +10,9 @@ import pytest
 from costmodel.answer import Estimate
 from costmodel.capacity import expected_step_that_does_not_fit, largest_that_fits, share_of_batches_that_fit
 from costmodel.estimation import estimate
+from costmodel.hf_config import model_spec_from_config
 from costmodel.lengths import LengthDistribution
+from costmodel.model_catalog import find_model_config
 
 
 @pytest.mark.parametrize("capacity", [0, 9, 10, 11, 57, 999, 1000, 5_000])
@@ -119,3 +121,39 @@ def test_where_not_even_one_multiple_fits_no_length_does() -> None:
     job = {"model": "Qwen/Qwen2.5-0.5B", "gpu": "L4", "dtype": "bfloat16", "max_length": 512}
     assert estimate(job).max_length_that_fits
     assert estimate(job, pad_to_multiple_of=50_000).max_length_that_fits == 0
+
+
+@pytest.mark.parametrize("model", ["mistralai/Mistral-7B-v0.1", "google/gemma-3-1b-pt", "microsoft/Phi-3-mini-4k-instruct"])
+def test_a_sliding_window_is_a_mask_from_the_row_that_reaches_it_on(model: str) -> None:
+    """``max_length`` decides nothing: the rows that come do. transformers 5.24 masks a row as long as the window."""
+    fields = {"model": model, "gpu": "A100-SXM4-80GB", "method": "lora", "lora_target_modules": "all-linear", "bf16": True}
+    fields |= {"dtype": "bfloat16", "attn_implementation": "sdpa", "per_device_train_batch_size": 2}
+
+    def needs(tokens: int, max_length: int | None = None) -> Estimate:
+        return estimate({**fields, "max_length": max_length or tokens, "lengths": {"fixed": tokens}})
+
+    window = max(layer.attention.sliding_window or 0 for layer, _ in model_spec_from_config(find_model_config(model)).layers)
+    assert needs(256).memory == needs(256, 8192).memory
+    before, at, after = (needs(window + more).memory.peak_device_bytes for more in (-1, 0, 1))
+    assert after - at < 0.01 * at
+    assert at - before > 3 * (after - at)  # keys and values repeated, and the mask
+    # the longest that fits is found across that step, from either side of it
+    found = {needs(tokens).max_length_that_fits for tokens in (256, window - 1, window, 2 * window)}
+    assert len(found) == 1
+    longest = found.pop()
+    assert longest is not None
+    capacity = needs(256).memory.capacity_bytes
+    assert capacity is not None
+    assert needs(longest).memory.peak_device_bytes <= capacity < needs(longest + 1).memory.peak_device_bytes
+
+
+def test_an_evaluation_of_several_rows_is_padded_whatever_the_training_batch() -> None:
+    """The memory of a job does not fall as its batch grows from one."""
+    job = {"model": "EleutherAI/gpt-neox-20b", "method": "qlora", "quantization": "nf4", "max_length": 2048, "gpu": "A40"}
+    job |= {"lengths": {"values": [100, 900, 2048]}, "eval_strategy": "steps", "per_device_eval_batch_size": 8}
+    one, two = (estimate({**job, "per_device_train_batch_size": size}) for size in (1, 2))
+    assert one.memory.device_bytes_by_phase is not None
+    assert two.memory.device_bytes_by_phase is not None
+    assert one.memory.device_bytes_by_phase["evaluation"] == two.memory.device_bytes_by_phase["evaluation"]
+    assert one.memory.peak_device_bytes <= two.memory.peak_device_bytes
+    assert one.max_batch_size == two.max_batch_size

@@ -14,6 +14,7 @@ from costmodel import comparison_tables, tables
 from costmodel.comparison import compare
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.gpu_catalog import find_gpu, list_gpus
+from costmodel.optimization import optimize
 from costmodel.price_catalog import list_prices
 from costmodel.skypilot import can_rent, resources_block
 from costmodel.specs import Job, parse_job
@@ -325,3 +326,24 @@ def test_an_order_that_is_not_known_is_not_claimed() -> None:
     ):
         table = comparison_tables.comparison_table(compare({**job, **fields}, gpus=["A40", "L40S"]))
         assert table.title.startswith(title)
+
+
+def test_a_job_is_given_as_estimate_takes_it() -> None:
+    """A mapping, its fields as keywords, or both; a misspelled argument is named."""
+    fields: dict[str, Any] = {
+        "model": "meta-llama/Llama-3.2-1B",
+        "method": "lora",
+        "max_length": 256,
+        "lengths": {"fixed": 256},
+        "num_samples": 1000,
+    }
+    by_mapping = compare({**fields, "lora_r": 4}, gpus=["L40S", "T4"], as_is=True)
+    assert compare(**fields, lora_r=4, gpus=["L40S", "T4"], as_is=True) == by_mapping
+    assert compare({**fields, "lora_r": 8}, ["L40S", "T4"], lora_r=4, as_is=True) == by_mapping
+    best = optimize({**fields, "lora_r": 4}, gpus=["L40S"]).best.estimate
+    assert optimize(**fields, lora_r=4, gpus=["L40S"]).best.estimate == best
+    for call in (compare, optimize):
+        with pytest.raises(CostModelError, match="no Job field matches 'gpuss'; nearest: gpu"):
+            call(**fields, gpuss=["L40S"])
+        with pytest.raises(CostModelError, match="no model is named"):
+            call()

@@ -539,3 +539,47 @@ def test_the_low_end_of_the_memory_holds_the_tensors_of_a_stack_that_was_read(fr
         ).memory
         assert memory.peak_device_bytes_low is not None
         assert memory.peak_device_bytes_low >= memory.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "layers", "gpu", "size", "length"),
+    [
+        (7168, 56, 48, "H100 SXM", 6, 1024),
+        (7168, 56, 48, "A100-SXM4-80GB", 1, 8192),
+        (5120, 40, 40, "A100-SXM4-40GB", 16, 512),
+    ],
+    ids=["30B-h100", "30B-a100", "13B-a100-40gb"],
+)
+def test_sharded_mixed_precision_computes_on_16_bit_weights(
+    width: int, heads: int, layers: int, gpu: str, size: int, length: int
+) -> None:
+    """llm-foundry trained MPT 30B on 8 cards of 80 GB, and 13B on 8 of 40, with FSDP's full_shard and bf16.
+
+    FSDP gathers 16-bit weights, so autocast copies none (it would have been 56 GiB of 30B on each card), and what was
+    loaded in fp32 is the masters: 2 + 4 + 8 bytes a weight, split.
+    """
+    job: dict[str, Any] = {
+        "model": "mosaicml/mpt-7b",
+        "model_overrides": {"d_model": width, "n_heads": heads, "n_layers": layers},
+        "gpu": gpu,
+        "num_gpus": 8,
+        "fsdp": "full_shard",
+        "method": "full",
+        "bf16": True,
+        "per_device_train_batch_size": size,
+        "gradient_checkpointing": True,
+        "attn_implementation": "flash_attention_2",
+        "fused_loss": "fused",  # llm-foundry's own, of flash-attn
+        "max_length": length,
+        "lengths": {"fixed": length},
+        "framework": "other",
+    }
+    loaded = {dtype: estimate(job, dtype=dtype) for dtype in ("float32", "bfloat16")}
+    wide = loaded["float32"]
+    assert wide.verdict in ("fits", "tight")
+    assert wide.memory == loaded["bfloat16"].memory
+    assert wide.memory.weights_bytes + wide.memory.optimizer_bytes == pytest.approx(14 * wide.num_params / 8, rel=1e-6)
+    assert wide.job["dtype"] == "float32"
+    assert estimate(wide.job).memory == wide.memory
+    # plain data parallelism keeps fp32 weights, which autocast copies
+    assert estimate(job, dtype="float32", fsdp=None).memory.weights_bytes == 4 * wide.num_params

@@ -234,8 +234,10 @@ def test_evaluations_of_an_unknown_size_have_no_time() -> None:
     assert answer.eval_seconds is None
     assert answer.save_seconds is not None
     assert _said(answer, "give num_eval_samples")
-    # none comes before the run ends: that is known
-    assert estimate(FULL_JOB, eval_strategy="steps", eval_steps=10_000).eval_seconds == 0
+    # none comes before the run ends: that is known, of a transformers that does not evaluate at the end
+    never = {"eval_strategy": "steps", "eval_steps": 10_000}
+    assert estimate(FULL_JOB, **never, framework_version="5.3").eval_seconds == 0
+    assert estimate(FULL_JOB, **never).eval_seconds is None
 
 
 # --- capacity and verdict --------------------------------------------------------------------------------------------
@@ -289,7 +291,12 @@ def test_the_largest_batch_is_the_last_that_the_verdict_lets_through(batches: di
         ({"quantization": "int8", "double_quant": True}, "double_quant is not used"),
         ({"num_eval_samples": 100}, "num_eval_samples is not used"),
         ({"cloud": "RunPod"}, "no catalogue price is looked up"),
-        ({"framework": "unsloth"}, "its own kernels and defaults are not modelled"),
+        ({"framework": "unsloth"}, "its own kernels are not modelled"),
+        ({"framework": "torchtune"}, "its own kernels and defaults are not modelled"),
+        (
+            {"model": "Qwen/Qwen3-30B-A3B", "lora_target_modules": None, "max_length": 1024},
+            "peft has no default lora_target_modules for qwen3_moe",
+        ),
     ],
 )
 def test_a_warning_names_the_way_out(changes: dict[str, Any], words: str) -> None:
@@ -326,8 +333,12 @@ def test_a_head_narrower_than_one_is_refused_in_every_family_that_divides() -> N
 @pytest.mark.parametrize(
     ("fields", "source"),
     [
-        ({"framework": "unsloth"}, "transformers 5.24 (for unsloth)"),
-        ({"framework": "unsloth", "framework_version": "2026.1.2"}, "transformers 5.24 (for unsloth 2026.1.2)"),
+        ({"framework": "unsloth"}, "unsloth 2026.10.9 over transformers 5.24"),
+        (
+            {"framework": "unsloth", "framework_version": "2026.1.2"},
+            "unsloth 2026.10.9 over transformers 5.24 (for unsloth 2026.1.2)",
+        ),
+        ({"framework": "torchtune"}, "transformers 5.24 (for torchtune)"),
         ({"framework": "axolotl"}, "transformers 5.24 (for axolotl)"),
         ({"framework": "axolotl", "framework_version": "0.19.0"}, "axolotl 0.19.0"),
         ({"framework": "trl"}, "trl 1.16"),

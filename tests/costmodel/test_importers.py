@@ -295,6 +295,11 @@ def test_llamafactory_facts_for_a_data_set() -> None:
         pytest.param({"load_in_8bit": True}, {"method": "qlora", "quantization": "int8"}, id="quantised-means-adapters"),
         pytest.param({"eval_strategy": "steps"}, {"eval_steps": 10}, id="eval-steps-follow-logging-steps"),
         pytest.param({"eval_strategy": "steps", "logging_steps": 25}, {"eval_steps": 25}, id="written-logging-steps"),
+        pytest.param(
+            {"eval_delay": 40, "eval_on_start": True, "dataloader_drop_last": True},
+            {"eval_delay": 40, "eval_on_start": True, "dataloader_drop_last": True},
+            id="what-moves-the-schedule",
+        ),
         pytest.param({"dtype": "auto", "model_name_or_path": "Qwen/Qwen2.5-7B"}, {"dtype": "bfloat16"}, id="as-stored"),
         pytest.param({"model_init_kwargs": {"dtype": "float16"}, "dtype": "bf16"}, {"dtype": "float16"}, id="init-wins"),
         pytest.param({"packing": True}, {"packing": True, "padding_free": None}, id="packing"),

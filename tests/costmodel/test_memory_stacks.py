@@ -15,6 +15,7 @@ from costmodel.hf_config import model_spec_from_config
 from costmodel.memory import MemoryBreakdown, job_class, loss_bytes, peak_memory
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
+from costmodel.saved_activations import Rows
 from costmodel.specs import parse_job
 from costmodel.units import GIB
 from costmodel.workload import Batch
@@ -106,7 +107,7 @@ def test_expert_loop_holds_what_a_trace_of_its_operators_holds() -> None:
             )
             from costmodel.memory import _plan
 
-            sizes.append(_plan(model, job, False).runs[0][0].per_token)
+            sizes.append(_plan(model, job, Rows()).runs[0][0].per_token)
         assert sizes[1] - sizes[0] == pytest.approx(per_row, rel=0.02)
 
 

@@ -11,7 +11,7 @@ from costmodel.adapters import plan_adapters
 from costmodel.defaults import resolve
 from costmodel.held_memory import element_bytes
 from costmodel.hf_config import model_spec_from_config
-from costmodel.saved_activations import layer_bytes
+from costmodel.saved_activations import Rows, layer_bytes
 from costmodel.specs import parse_job
 
 SEQUENCE = 64
@@ -77,7 +77,7 @@ def _counted_bytes(config: dict[str, Any], targets: str | None, adapter_dtype: s
     resolved, _ = resolve(parse_job(job), model)
     total = 0.0
     for layer, adapted, count in plan_adapters(model, resolved).runs:
-        each = layer_bytes(model, layer, adapted, resolved, element_bytes(resolved), False)
+        each = layer_bytes(model, layer, adapted, resolved, element_bytes(resolved), Rows())
         total += count * (each.per_token * SEQUENCE + each.per_pair * SEQUENCE**2 + each.fixed)
     return total
 

@@ -9,6 +9,8 @@ import pytest
 
 from costmodel import estimate
 from costmodel.answer import Estimate
+from costmodel.described_job import TokensSeen
+from costmodel.estimation import estimate_from_tokens
 from costmodel.lengths import LengthDistribution, distribution
 from costmodel.slowest_gpu import most_over_mean
 from costmodel.specs import Lengths
@@ -113,6 +115,24 @@ def test_a_step_of_several_gpus_lasts_as_long_as_its_longest_batch() -> None:
 )
 def test_nobody_waits_where_batches_are_alike(fields: dict[str, Any]) -> None:
     assert waited(**{"num_gpus": 8, **fields}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, True),
+        ({"num_gpus": 1}, False),
+        ({"padding": "max_length"}, False),
+        ({"lengths": {"mean": 500, "max": 2048}}, False),
+    ],
+)
+def test_a_wait_that_is_not_known_is_said(fields: dict[str, Any], says: bool) -> None:
+    """A run's own tokens give the mean of a step and no spread: without lengths nobody waits in the figures."""
+    job = {key: value for key, value in JOB.items() if key != "lengths"} | {"num_gpus": 8, **fields}
+    answer = estimate_from_tokens(job, TokensSeen(1, 500, 500, 500 * 500, 2048))
+    assert answer.step is not None
+    assert ("lengths" in fields) is (answer.step.by_group_seconds.get(GROUP, 0.0) > 0)
+    assert any("no wait of 8 GPUs for the one with most tokens" in each for each in answer.warnings) is says
 
 
 def test_accumulated_batches_even_out_unless_the_ranks_meet_in_each() -> None:

@@ -24,7 +24,7 @@ from costmodel.model_spec import ModelSpec
 from costmodel.optimization import optimize
 from costmodel.specs import GpuSpec, parse_job
 from costmodel.step_time import StepTime, imbalance_seconds, step_time
-from costmodel.workload import Batch, expected_experts_hit, operators
+from costmodel.workload import Batch, expected_experts_hit, flops, operators
 
 LLAMA = "meta-llama/Llama-3.2-3B"
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
@@ -129,6 +129,35 @@ def test_an_unknown_rate_is_no_step_time() -> None:
     model, job = prepared(LLAMA, **LORA)
     assert matmul_ceiling(find_gpu("T4"), "bfloat16") is None
     assert step_time(model, job, find_gpu("T4"), Batch.of(1, 128)) is None
+
+
+def test_a_t4_is_held_down_by_its_70_watts() -> None:
+    """No more for a watt than the generation after it: 25 of its 65 TFLOP/s, so the L4 in its place is the faster card."""
+    assert matmul_ceiling(find_gpu("T4"), "float16") == pytest.approx(25.2e12, rel=0.01)
+    lora = {**LORA, "bf16": None, "dtype": "float16", "fp16": True, "gradient_checkpointing": True}
+    t4, l4, a10 = (timed(LLAMA, gpu, 8, 1024, **lora).step_seconds for gpu in ("T4", "L4", "A10G"))
+    assert t4 > 1.2 * l4 > 1.2 * a10
+    # Turing cards with the power for it keep theirs
+    assert matmul_ceiling(find_gpu("RTX 2080 Ti"), "float16") == pytest.approx(c.CEILING_OVER_PEAK * 53.8e12)
+
+
+def test_flash_attention_2_does_not_use_what_hopper_has() -> None:
+    """At most 335 TFLOP/s of an H100's 989 (arXiv:2307.08691); FlashAttention 3 uses its instructions, an A100 has none."""
+
+    def flops_per_second(gpu: str, implementation: str) -> float:
+        model, job = prepared(LLAMA, **LORA, attn_implementation=implementation, per_device_train_batch_size=1)
+        batch = Batch.of(1, 32_768)
+        step = step_time(model, job, find_gpu(gpu), batch)
+        assert step is not None
+        work = flops(model, job, batch)
+        counted = sum(each["attention_scores"] for each in (work.forward, work.backward, work.recompute))
+        return 0.5 * counted / step.by_group_seconds["attention_scores"]
+
+    for implementation in ("flash_attention_2", "sdpa"):
+        assert flops_per_second("H100 SXM", implementation) == pytest.approx(335e12, rel=0.01)
+        assert flops_per_second("A100-SXM4-80GB", implementation) == flops_per_second("A100-SXM4-80GB", "flash_attention_3")
+    assert flops_per_second("H100 SXM", "flash_attention_3") > 1.3 * 335e12
+    assert flops_per_second("H20", "sdpa") == flops_per_second("H20", "flash_attention_3") < 100e12  # its peak is cut below
 
 
 def test_dequantisation_of_nf4_is_that_of_the_timed_kernels() -> None:

@@ -13,8 +13,9 @@ from generate import read_golden, trace
 
 from costmodel.defaults import resolve
 from costmodel.hf_config import model_spec_from_config
-from costmodel.memory import _moments, _plan, peak_memory
+from costmodel.memory import _evaluation_moments, _moments, _plan, peak_memory
 from costmodel.model_catalog import find_model_config
+from costmodel.saved_activations import rows_of
 from costmodel.specs import parse_job
 from costmodel.workload import Batch, flops, num_trainable_params
 
@@ -70,10 +71,12 @@ def test_peak_and_every_category_are_within_two_percent_of_the_trace(row: dict[s
 def test_every_phase_is_within_two_percent_of_the_trace(row: dict[str, Any]) -> None:
     """Not the largest alone: a moment that decides nothing here decides at another batch."""
     model, job, batch = _closed(row)
-    plan = _plan(model, job, row["is_padded"])
-    evaluation = batch if "evaluation" in row["phases"] else None
+    is_padded = row["is_padded"]
+    plan = _plan(model, job, rows_of(model, batch, is_padded=is_padded))
+    moments = _moments(model, job, plan, batch, row["keeps_logits"])
+    moments += _evaluation_moments(model, job, batch if "evaluation" in row["phases"] else None, is_padded)
     largest: dict[str, float] = {}
-    for moment in _moments(model, job, plan, batch, row["keeps_logits"], evaluation):
+    for moment in moments:
         total = plan.held.static_bytes + moment.total
         largest[moment.phase] = max(total, largest.get(moment.phase, 0.0))
     traced = {phase: each["allocated"] for phase, each in row["phases"].items() if phase in SHARED}

@@ -17,6 +17,7 @@ from fake_step import watch
 from costmodel.defaults import resolve
 from costmodel.hf_config import model_spec_from_config
 from costmodel.memory import _moments, _plan
+from costmodel.saved_activations import Rows
 from costmodel.specs import parse_job
 from costmodel.workload import Batch
 
@@ -232,7 +233,7 @@ def test_every_moment_of_a_tiny_real_step_is_counted(lora: bool, bf16: bool, che
         job |= {"lora_r": 4, "lora_target_modules": "all-linear"}
     spec = model_spec_from_config(config)
     resolved, _ = resolve(parse_job(job), spec)
-    plan = _plan(spec, resolved, False)
+    plan = _plan(spec, resolved, Rows())
     counted: dict[str, float] = {}
     for moment in _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH)):
         counted[moment.phase] = max(plan.held.static_bytes + moment.total, counted.get(moment.phase, 0.0))
@@ -279,7 +280,7 @@ def test_stacked_experts_of_a_tiny_real_step_are_counted(implementation: str, ch
     }
     spec = model_spec_from_config(config)
     resolved, _ = resolve(parse_job(job), spec)
-    plan = _plan(spec, resolved, False)
+    plan = _plan(spec, resolved, Rows())
     moments = _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH))
     counted = plan.held.static_bytes + max(moment.total for moment in moments if moment.phase == "backward")
     assert counted == pytest.approx(real, rel=0.013)

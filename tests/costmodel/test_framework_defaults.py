@@ -1,0 +1,161 @@
+"""What a job means whose framework is named and whose settings are not: the framework's own defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from costmodel.defaults import resolve
+from costmodel.errors import CostModelError
+from costmodel.estimation import estimate
+from costmodel.framework_defaults import peft_targets
+from costmodel.hf_config import model_spec_from_config
+from costmodel.importers import import_config
+from costmodel.model_catalog import find_model_config, list_models
+from costmodel.specs import parse_job
+from costmodel.units import GIB, GIGA
+
+LLAMA = "meta-llama/Llama-2-7b-hf"
+
+
+def resolved(**fields: Any) -> Any:
+    fields = {"model": LLAMA, "max_length": 1024, **fields}
+    model = model_spec_from_config(find_model_config(fields["model"]), name=fields["model"])
+    return resolve(parse_job(fields), model)[0]
+
+
+def test_peft_targets_are_those_of_peft() -> None:
+    """Of every catalogued family; gemma 4's is a pattern that says the same, and llama4_text stands under llama4."""
+    constants = pytest.importorskip("peft.utils.constants")
+    table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    families = {model_spec_from_config(find_model_config(each), name=each).family for each in list_models()}
+    for family in families - {"gemma4_text"}:
+        real = table.get(family, table.get(family.removesuffix("_text")))
+        assert peft_targets(family) == (tuple(real) if real else None), family
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "trainable"),
+    [
+        # r 8: layers x 8 x (inputs + outputs) of each target
+        ("tiiuae/falcon-7b", ("query_key_value",), 32 * 8 * (4544 + 4672)),
+        ("openai-community/gpt2", ("c_attn",), 12 * 8 * (768 + 2304)),
+        ("microsoft/phi-2", ("q_proj", "v_proj", "fc1", "fc2"), 32 * 8 * (2 * (2560 + 2560) + 2 * (2560 + 10_240))),
+        (LLAMA, ("q_proj", "v_proj"), 4_194_304),
+    ],
+)
+def test_lora_without_targets_is_pefts(model: str, targets: tuple[str, ...], trainable: int) -> None:
+    answer = estimate(model=model, method="lora", max_length=512)
+    assert tuple(answer.job["lora_target_modules"]) == targets
+    assert answer.num_trainable_params == trainable
+
+
+def test_families_without_pefts_default_are_asked_for_targets() -> None:
+    words = r"peft has no default for phi3 .* give all-linear, or some of its linears: .*qkv"
+    with pytest.raises(CostModelError, match=words):
+        estimate(model="microsoft/Phi-3-mini-4k-instruct", method="lora", max_length=512)
+    # LLaMA-Factory names its own
+    assert estimate(
+        model="microsoft/Phi-3-mini-4k-instruct", method="lora", framework="llamafactory"
+    ).num_trainable_params == pytest.approx(12.6e6, rel=0.01)
+
+
+def test_litgpt_is_neither_checkpointed_nor_prepared_by_peft() -> None:
+    """Its resource table: Llama-2-7B, bnb.nf4, LoRA on query and value, 1,304 tokens took 14.14 GB allocated (litgpt 2023).
+
+    With peft's defaults in place of litgpt's own (fp32 for what is not quantised, checkpointing) it came out at 6.1 GB.
+    """
+    answer = estimate(
+        model=LLAMA,
+        gpu="A100-SXM4-40GB",
+        method="qlora",
+        lora_target_modules=["q_proj", "v_proj"],
+        per_device_train_batch_size=1,
+        max_length=1304,
+        framework="litgpt",
+        framework_version="0.1",
+    )
+    assert answer.job["gradient_checkpointing"] is False
+    assert answer.job["prepare_model_for_kbit_training"] is False
+    assert answer.job["dtype"] == answer.job["adapter_dtype"] == "bfloat16"
+    assert answer.memory.peak_allocated_bytes == pytest.approx(14.14 * GIGA, rel=0.06)
+
+
+def test_litgpts_own_precision_is_mixed() -> None:
+    job = resolved(framework="litgpt", method="lora")
+    assert (job.dtype, job.autocast_dtype, job.adapter_dtype) == ("float32", "bfloat16", "float32")
+    assert resolved(framework="litgpt", method="lora", dtype="bfloat16").autocast_dtype is None  # bf16-true
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_llamafactory_by_hand_is_llamafactory_from_its_file(method: str, tmp_path: Any) -> None:
+    """The same job typed as fields and read from a YAML means the same settings."""
+    text = f"stage: sft\nmodel_name_or_path: {LLAMA}\ntemplate: llama2\nbf16: true\n"
+    text += f"finetuning_type: {'full' if method == 'full' else 'lora'}\n"
+    text += "quantization_bit: 4\n" if method == "qlora" else ""
+    path = tmp_path / "sft.yaml"
+    path.write_text(text)
+    from_file = estimate(import_config(path).job).job
+    by_hand = estimate(model=LLAMA, method=method, bf16=True, framework="llamafactory").job
+    assert {name for name in by_hand if by_hand[name] != from_file.get(name)} == set()
+
+
+def test_llamafactory_fits_the_card_it_is_measured_on() -> None:
+    """Its benchmark with Unsloth: Llama-2-7B, bf16 LoRA r 8, batch 4, 1,024 tokens took 17 GB with FlashAttention 2.
+
+    Checkpointing, which it turns on by itself, is what keeps it there: without, 34 GiB.
+    """
+    answer = estimate(
+        model=LLAMA,
+        gpu="A100-SXM4-40GB",
+        method="lora",
+        lora_r=8,
+        bf16=True,
+        per_device_train_batch_size=4,
+        max_length=1024,
+        attn_implementation="flash_attention_2",
+        framework="llamafactory",
+    )
+    assert answer.job["gradient_checkpointing"] is True
+    assert 14 * GIB < answer.memory.peak_reserved_bytes < 20 * GIB
+
+
+def test_unsloth_checkpoints_and_lifts_nothing() -> None:
+    job = resolved(framework="unsloth", method="qlora")
+    assert job.gradient_checkpointing
+    assert not job.prepare_model_for_kbit_training
+    assert (job.dtype, job.autocast_dtype) == ("bfloat16", "bfloat16")
+    assert (job.per_device_train_batch_size, job.gradient_accumulation_steps) == (4, 2)
+    assert (job.lora_r, len(job.lora_target_modules)) == (16, 7)
+    assert resolved(framework="unsloth", method="qlora", fp16=True).dtype == "float16"
+
+
+def test_unsloth_computes_in_what_the_card_has() -> None:
+    """Its notebooks on a free T4 name no type: models/rl.py turns fp16 on where the card has no bf16."""
+    fields: dict[str, Any] = {"model": "meta-llama/Llama-3.2-3B", "method": "qlora", "framework": "unsloth"}
+    fields["lengths"] = {"fixed": 1024}
+    answers = {gpu: estimate(fields, gpu=gpu) for gpu in ("T4", "L4")}
+    kinds = {gpu: (each.job["dtype"], each.job["fp16"], each.job["bf16"]) for gpu, each in answers.items()}
+    assert kinds == {"T4": ("float16", True, False), "L4": ("bfloat16", False, True)}
+    assert all(each.step_seconds is not None for each in answers.values())
+    assert estimate(fields, gpu="T4", bf16=True).step_seconds is None  # said
+
+
+@pytest.mark.parametrize("framework", ["llamafactory", "litgpt", "unsloth"])
+def test_what_is_said_goes_before_the_frameworks_own(framework: str) -> None:
+    said = {
+        "gradient_checkpointing": framework == "litgpt",
+        "prepare_model_for_kbit_training": True,
+        "dtype": "float16",
+        "lora_r": 3,
+        "lora_alpha": 5.0,
+        "lora_dropout": 0.2,
+        "lora_target_modules": ("o_proj",),
+        "optim": "sgd",
+        "per_device_train_batch_size": 7,
+        "gradient_accumulation_steps": 3,
+        "max_length": 77,
+    }
+    job = resolved(framework=framework, method="qlora", **said)
+    assert {name: getattr(job, name) for name in said} == said
