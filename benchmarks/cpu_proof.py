@@ -16,8 +16,8 @@ The machine's own speed moves, so it is measured beside every row, by rules that
   outside at any speed, so the two places are never held against each other.
 - The last 15 steps hold the very batches of the 15 before them. ``repeat`` is what they took over what those took: no
   prediction can be better than that, so it is the noise floor of the 5 % bar.
-- All rows are in the figures. ``steady rows`` are those whose reference moved by no more than ``STEADY`` (cpu_proof_page.py), ``rows that repeat``
-  those whose ``repeat`` is within the bar (bursts of a few steps move the mean and not the reference); ``drift taken out``
+- All rows are in the figures. ``steady rows`` are those whose reference moved by no more than ``STEADY``
+  (cpu_proof_page.py, which makes figures and page), ``rows that repeat`` those whose ``repeat`` is within the bar (bursts of a few steps move the mean and not the reference); ``drift taken out``
   multiplies each prediction by the drift, that is, asks what a machine of constant speed would have shown.
 
 ``--clock processor`` (default) counts the seconds that a processor worked for us, in the probe and in the run: on a shared
@@ -25,6 +25,7 @@ machine the clock on the wall tells about its neighbours. With one thread and no
 ``--shapes choose`` are the models that the hand counts and constants were chosen on; the report's are others.
 """
 
+# ruff: noqa: E501 (dictionaries and printed lines kept whole)
 from __future__ import annotations
 
 import argparse

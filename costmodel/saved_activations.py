@@ -196,12 +196,15 @@ def _scan_bytes(layer: Layer, compute: int) -> float:
 
 
 def _experts_bytes(experts: Experts, adapted: LayerAdapters, full: bool, activation: str) -> float:
-    """What routed experts keep for each token, in 16 bit: gathered inputs where the stack is trained, the branches, and the
-    results, which the routing weights multiply."""
-    trained = full or bool(adapted.parameters) or bool(adapted.expert_linears)
+    """What routed experts keep for each token, in 16 bit: what a trained or adapted stack reads (the gathered inputs, the
+    product), the branches, and the results, which the routing weights multiply."""
+    names = {parameter.name for parameter in adapted.parameters}
+    reads_all = full or bool(adapted.expert_linears)
+    reads_product = reads_all or any(stack.name in names for stack in experts.stacks[-1:])
+    reads_input = reads_all or any(stack.name in names for stack in experts.stacks[:-1])
     rows, hidden = experts.num_experts_computed, experts.hidden_size
-    widths = 6 + trained if experts.clamps else _mlp_widths(experts.is_gated, activation, trained)
-    kept = 2.0 * rows * (widths * experts.intermediate_size + hidden + (hidden if trained else 0))
+    widths = 6 + reads_product if experts.clamps else _mlp_widths(experts.is_gated, activation, reads_product)
+    kept = 2.0 * rows * (widths * experts.intermediate_size + hidden + (hidden if reads_input else 0))
     # router probabilities; indices and permutations
     return kept + 4.0 * experts.num_experts + 40.0 * experts.num_experts_per_tok
 
@@ -243,11 +246,14 @@ def _mlp_instants(
     if experts:
         stack_rows = 2.0 * experts.num_experts_per_tok
         down_params = experts.num_experts * experts.hidden_size * experts.intermediate_size
-        if full and job.experts_implementation == "eager" and job.fused_experts:
+        stacks = [each.base_params for each in adapted.parameters if each.num_matrices > 1]
+        if full:
+            stacks = [2 * down_params, down_params]
+        if stacks and job.experts_implementation == "eager" and job.fused_experts:
             # a loop that picks one expert of the stack after the other: each gives a gradient as large as the stack, most
-            # of it zero (select_backward), beside what has been added up of gate_up's (2) and of down's (1)
+            # of it zero (select_backward), beside what has been added up of each; an adapter's is of its merged copy
             through = stack_rows * (hidden + 4 * experts.intermediate_size) / experts.num_experts  # the first expert
-            fixed = 5.0 * weight_bytes * down_params
+            fixed = float(weight_bytes if full else compute) * (sum(stacks) + max(stacks))
             return (Instant(freed_per_token=through, extra_per_token=stream * hidden, extra_fixed=fixed),)
         if full:  # gate_up: its gradient is being built, down's is done
             return (
@@ -263,6 +269,22 @@ def _mlp_instants(
                     extra_per_token=stack_rows * (2 * experts.intermediate_size + hidden) + stream * hidden,
                     extra_fixed=2.0 * weight_bytes * down_params,
                 ),
+            )
+        adapts_down = any(stack.name == each.name for stack in experts.stacks[-1:] for each in adapted.parameters)
+        if adapted.parameters and not adapts_down:
+            # gate_up alone. The activation: the gradients of the product and of both branches. Then, all but its own input
+            # let go, the full gradient of its merged stack.
+            return (
+                Instant(
+                    freed_per_token=stack_rows * hidden,
+                    extra_per_token=3 * stack_rows * experts.intermediate_size + stream * hidden,
+                ),
+                Instant(
+                    freed_per_token=stack_rows * (hidden + 3 * experts.intermediate_size),
+                    extra_per_token=stack_rows * (2 * experts.intermediate_size + hidden) + stream * hidden,
+                    extra_fixed=2.0 * compute * down_params,
+                ),
+                Instant(extra_per_token=3 * stack_rows * hidden + stream * hidden),
             )
         if adapted.parameters:  # down: the full gradient of the merged stack, while all but its result is still there
             return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -246,8 +247,18 @@ def test_every_moment_of_a_tiny_real_step_is_counted(lora: bool, bf16: bool, che
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-def test_stacked_experts_of_a_tiny_real_step_are_counted(implementation: str, checkpointed: bool) -> None:
-    """The loop over experts makes a gradient as large as the stack for each expert; grouped products do not."""
+@pytest.mark.parametrize(
+    "adapted",
+    [(), ("gate_up_proj", "down_proj"), ("gate_up_proj",), ("down_proj",)],
+    ids=["full", "lora", "lora on gate_up", "lora on down"],
+)
+def test_stacked_experts_of_a_tiny_real_step_are_counted(
+    adapted: tuple[str, ...], implementation: str, checkpointed: bool
+) -> None:
+    """The loop over experts makes a gradient as large as the stack for each expert; grouped products do not.
+
+    Grouped, every phase is exact. The loop's backward is off by what its own order of freeing is worth, 2 % of a tiny step.
+    """
     transformers.logging.set_verbosity_error()
     settings = transformers.MixtralConfig(
         vocab_size=VOCABULARY,
@@ -262,25 +273,31 @@ def test_stacked_experts_of_a_tiny_real_step_are_counted(implementation: str, ch
     )
     settings._experts_implementation = implementation
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).train()
+    model: Any = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    config = model.config.to_dict()
+    job: dict[str, Any] = {"model": config, "method": "full", "dtype": "bfloat16", "bf16": False, "max_length": LENGTH}
+    job |= {"gradient_checkpointing": checkpointed, "experts_implementation": implementation}
+    job |= {"per_device_train_batch_size": SIZE}
+    if adapted:
+        fields = {"target_modules": ["q_proj", "v_proj"], "target_parameters": [f"mlp.experts.{name}" for name in adapted]}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, **fields))
+        job |= {"method": "lora", "lora_r": 4, **{f"lora_{name}": value for name, value in fields.items()}}
+    model.train()
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    windows = _bare_loop(model, bf16=False, accumulation=1)
-    real = max(peak.total_bytes for window, peak in windows.items() if window.startswith("layer"))
-    config = model.config.to_dict()
-    job = {
-        "model": config,
-        "method": "full",
-        "dtype": "bfloat16",
-        "bf16": False,
-        "gradient_checkpointing": checkpointed,
-        "experts_implementation": implementation,
-        "max_length": LENGTH,
-        "per_device_train_batch_size": SIZE,
-    }
+        if adapted:
+            model.enable_input_require_grads()
+    real: dict[str, int] = {}
+    for window, peak in _bare_loop(model, bf16=False, accumulation=1).items():
+        phase = {"forward": "loss", "layer 0": "backward", "layer 1": "backward"}.get(window, window)
+        real[phase] = max(peak.total_bytes, real.get(phase, 0))
     spec = model_spec_from_config(config)
     resolved, _ = resolve(parse_job(job), spec)
     plan = _plan(spec, resolved, Rows())
-    moments = _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH))
-    counted = plan.held.static_bytes + max(moment.total for moment in moments if moment.phase == "backward")
-    assert counted == pytest.approx(real, rel=0.013)
+    counted: dict[str, float] = {}
+    for moment in _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH)):
+        counted[moment.phase] = max(plan.held.static_bytes + moment.total, counted.get(moment.phase, 0.0))
+    assert counted["optimizer"] == pytest.approx(real["optimizer"], rel=0.001)
+    assert counted["loss"] == pytest.approx(real["loss"], rel=0.005)
+    within = 0.001 if implementation == "grouped_mm" and adapted else 0.022 if adapted else 0.013
+    assert counted["backward"] == pytest.approx(real["backward"], rel=within)
