@@ -124,7 +124,7 @@ class Estimate:
             yield "cost", format_usd(self.total_usd)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON answer of the contract (``docs/answer.md``)."""
+        """The JSON answer of the contract (``docs/answer.md``): the caller's own, to change at will."""
         answer: dict[str, Any] = {}
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
@@ -132,10 +132,17 @@ class Estimate:
                 value = value.model_dump()
             elif isinstance(value, (MemoryBreakdown, StepBreakdown)):
                 value = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
-            elif isinstance(value, tuple):
-                value = list(value)
-            answer[each.name] = value
+            answer[each.name] = _copy(value)
         return answer
+
+
+def _copy(value: Any) -> Any:
+    """A JSON value of its own; a tuple becomes the list that JSON has for it."""
+    if isinstance(value, dict):
+        return {name: _copy(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(each) for each in value]
+    return value
 
 
 def answer_from(

@@ -44,7 +44,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CostModelError(f"the model config's {self._key(name)} must be a positive whole number, got {value!r}")
+            raise CostModelError(f"the model config's {self._key(name)} must be a positive whole number, got {shown(value)}")
         return value
 
     def count(self, name: str) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from costmodel.answer import Estimate
+from costmodel.arguments import as_names, must_be
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import PRICE_VARIABLE, estimate
 from costmodel.gpu_catalog import find_gpu
@@ -80,11 +81,15 @@ class Candidate:
         }
 
 
-def tiers_to_search(job: Job, tiers: Sequence[str] | None) -> tuple[str, ...]:
-    """``tiers``, by default the job's, else on demand. Raises :class:`UnknownNameError`."""
-    wanted = tuple(tiers) if tiers else (job.tier or "on_demand",)
+def tiers_to_search(job: Job, tiers: str | Iterable[str] | None) -> tuple[str, ...]:
+    """``tiers``, by default the job's, else on demand. Raises :class:`CostModelError`."""
+    if tiers is None:
+        return (job.tier or "on_demand",)
+    wanted = tuple(as_names(tiers, "tiers", '["on_demand", "spot"]'))
+    if not wanted:
+        raise CostModelError("tiers is empty; leave it out for the job's own, else on demand")
     for tier in wanted:
-        if tier not in TIERS:
+        if not isinstance(tier, str) or tier not in TIERS:
             raise UnknownNameError("tier", tier, TIERS)
     return wanted
 
@@ -170,10 +175,19 @@ def rank(candidate: Candidate, by: str) -> tuple[float | str, ...]:
     return (0 if candidate.fits else 1 if candidate.estimate else 2, *order, candidate.gpu, cloud)
 
 
-def named_gpus(gpus: Iterable[str | GpuSpec]) -> list[GpuSpec]:
-    """Each product once, however often and by whatever names it is asked for."""
+def spot_terms_or_none(spot: object) -> SpotTerms | None:
+    if spot is not None and not isinstance(spot, SpotTerms):
+        raise must_be("spot", "a costmodel.spot.SpotTerms(interruptions_per_hour=...)", spot)
+    return spot
+
+
+def named_gpus(gpus: str | GpuSpec | Iterable[str | GpuSpec]) -> list[GpuSpec]:
+    """Each product once, however often and by whatever names it is asked for. Raises :class:`CostModelError`."""
+    wanted = [gpus] if isinstance(gpus, GpuSpec) else as_names(gpus, "gpus", '["L4", "H100 SXM"]')
+    if not wanted:
+        raise CostModelError("gpus is empty; leave it out for all that are to be compared")
     named: list[GpuSpec] = []
-    for gpu in gpus:
+    for gpu in wanted:
         spec = gpu if isinstance(gpu, GpuSpec) else find_gpu(gpu)
         if spec not in named:
             named.append(spec)

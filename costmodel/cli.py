@@ -37,7 +37,16 @@ from costmodel.cli_flags import (
     spot_terms,
     with_job_flags,
 )
-from costmodel.cli_input import JobInput, effects_of_dataset, job_on_line, job_texts, read_job, read_text, standard_input
+from costmodel.cli_input import (
+    JobInput,
+    effects_of_dataset,
+    holds_lines,
+    job_on_line,
+    job_texts,
+    read_job,
+    read_text,
+    standard_input,
+)
 from costmodel.cli_lists import gpus_command, models_command, prices_command
 from costmodel.cli_run import (
     DOES_NOT_FIT,
@@ -93,7 +102,8 @@ def estimate_command(
 ) -> int:
     """Will it fit, how long will it take, what will it cost? Flags override the file.
 
-    FILE is a job, an Axolotl, LLaMA-Factory or TRL config, a W&B run's config or a checkpoint folder.
+    FILE is a job, an Axolotl, LLaMA-Factory or TRL config, a W&B run's config, a checkpoint folder, or a recorded run (its
+    output folder or run.jsonl): -g then asks what it would cost on another GPU.
     """
     one_format(None, as_json, markdown, ())
     fields = job_fields_from_flags(flags)
@@ -101,7 +111,7 @@ def estimate_command(
     gpu = described_gpu(fields.get("gpu"), gpu_memory_gib, gpu_bandwidth_gb_per_second, gpu_bf16_tflops)
     if gpu is not None:
         fields["gpu"] = gpu
-    if file is not None and (file == "-" or file.lower().endswith(".jsonl")):
+    if file is not None and holds_lines(file):
         if budget_usd is not None or deadline_hours is not None or markdown or plot or spot or dataset or explain:
             raise CostModelError(
                 "--budget-usd, --deadline-hours, --markdown, --plot, --interruptions-per-hour, --dataset and --explain go "

@@ -259,7 +259,8 @@ COMMAND_SETTINGS: Final = {"token_normalize_func": _field_name, "help_option_nam
 File = Annotated[
     str | None,
     typer.Argument(
-        metavar="FILE", help="Job file (.json, .yaml, .jsonl: a job a line), - for stdin, or another tool's config."
+        metavar="FILE",
+        help="Job file (.json, .yaml, .jsonl: a job a line), - for stdin, another tool's config, or a recorded run.",
     ),
 ]
 

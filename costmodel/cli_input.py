@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.errors import CostModelError
@@ -72,11 +72,11 @@ def read_job(
         raise CostModelError("--tokenizer goes with --dataset")
     if dataset is not None and "lengths" in flags:
         raise CostModelError("give --dataset or --lengths, not both")
-    imported = _imported(file) if file is not None else None
+    imported, of_another = _imported_beside(file, flags) if file is not None else (None, ())
     fields = {**(imported.fields if imported is not None else {}), **flags}
     if not fields:
         raise CostModelError("give a job file, or describe the job with flags: --model, ... (see --help)")
-    warnings = list(imported.all_warnings) if imported is not None else []
+    warnings = list(of_another)
     counted, decided = None, dict[str, Any]()
     if dataset is not None:
         from costmodel.dataset import dataset_fields
@@ -88,7 +88,42 @@ def read_job(
         warnings.append(waits)
     elif imported is not None and not fields.get("num_samples") and not fields.get("max_steps"):
         warnings += [most] if (most := imported.most_samples) else []
-    return JobInput({**fields, **decided}, flags, decided, imported, counted, tuple(warnings))
+    of_the_file = imported.all_warnings if imported is not None else ()
+    # "lengths: what is to be said of the file's", where something else decides the lengths
+    of_the_file = tuple(each for each in of_the_file if each.partition(":")[0] not in {*flags, *decided})
+    return JobInput({**fields, **decided}, flags, decided, imported, counted, (*of_the_file, *warnings))
+
+
+def _imported_beside(path: str, flags: Mapping[str, Any]) -> tuple[ImportedJob, list[str]]:
+    """The file's job without what says nothing beside ``flags`` (a run's price, of its own GPU); warnings of that."""
+    imported = _imported(path)
+    dropped = [
+        name
+        for name, owner in imported.tied.items()
+        if owner in flags and name not in flags and not _is_same(owner, flags[owner], imported.fields.get(owner))
+    ]
+    if not dropped:
+        return imported, []
+    kept = {name: value for name, value in imported.fields.items() if name not in dropped}
+    origins = {name: origin for name, origin in imported.origins.items() if name not in dropped}
+    warnings = []
+    if "usd_per_gpu_hour" in dropped and not flags.keys() & {"cloud", "tier"} and "cloud" not in kept:
+        warnings.append(
+            f"the price in {imported.where}, ${imported.fields['usd_per_gpu_hour']:g} for a GPU-hour, is of its own GPU and "
+            "not used for another: give --usd-per-gpu-hour, or --cloud and --tier"
+        )
+    return replace(imported, fields=kept, origins=origins), warnings
+
+
+def _is_same(field: str, given: Any, recorded: Any) -> bool:
+    if field != "gpu" or not (isinstance(given, str) and isinstance(recorded, str)):
+        return bool(given == recorded)
+    from costmodel.gpu_catalog import find_gpu
+
+    try:
+        return find_gpu(given) == find_gpu(recorded)
+    except CostModelError:
+        return False  # what the estimate says of the name is the message to show
 
 
 def _imported(path: str) -> ImportedJob:
@@ -99,8 +134,16 @@ def _imported(path: str) -> ImportedJob:
     from costmodel.importers.reading import mapping_in_text
 
     text = _all_of_standard_input().removeprefix("\ufeff")
-    is_yaml = not text.lstrip().startswith("{")
-    return import_mapping(mapping_in_text(text, "standard input", is_yaml=is_yaml), "standard input")
+    try:
+        mapping = mapping_in_text(text, "standard input", is_yaml=not text.lstrip().startswith("{"))
+    except CostModelError:
+        lines = [line for line in text.split("\n") if line.strip()]
+        if len(lines) > 1 and any(_is_json(line) and line.lstrip().startswith("{") for line in lines):
+            raise CostModelError(
+                "standard input holds a job a line, which only ftcost estimate reads; give one job"
+            ) from None
+        raise
+    return import_mapping(mapping, "standard input")
 
 
 def _all_of_standard_input() -> str:
@@ -148,6 +191,17 @@ def effects_of_dataset(dataset: DatasetLengths, job: Mapping[str, Any]) -> Datas
 
 
 # --- one job a line ---------------------------------------------------------------------------------------------------
+
+
+def holds_lines(path: str) -> bool:
+    """Whether ``path`` is standard input or a file of one job a line; a run record is one job."""
+    if path == "-":
+        return True
+    if not path.lower().endswith(".jsonl"):
+        return False
+    from costmodel.importers.run_record import find_record
+
+    return find_record(path) is None
 
 
 def job_texts(lines: Iterator[str]) -> Iterator[tuple[int, str]]:

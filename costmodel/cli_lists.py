@@ -51,13 +51,14 @@ def models_command(
     as_json: Json = False,
 ) -> int:
     """Models whose config.json is in the catalogue. Others work too: give a path to theirs."""
-    from costmodel.model_catalog import list_models, model_facts
+    from costmodel.model_catalog import list_models, model_facts, nearest_models
     from costmodel.tables import Table
 
     facts = [model_facts(model_id) for model_id in list_models()]
     shown = [fact for fact in facts if _contains((fact.model_id, fact.model_type), text)]
     if not shown:
-        raise UnknownNameError("model", text, list_models(), way_out="or give a path to its config.json")
+        nearest = nearest_models(text or "")
+        raise UnknownNameError("model", text, list_models(), "or give a path to its config.json", nearest)
     if as_json:
         return print_json(
             [

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from costmodel.alternatives import other_checkpointing
 from costmodel.answer import Estimate
+from costmodel.arguments import as_day, as_flag
 from costmodel.candidates import (
     FITTING_VERDICTS,
     UNPRICED,
@@ -22,6 +23,7 @@ from costmodel.candidates import (
     offers_of,
     own_gpu_name,
     rank,
+    spot_terms_or_none,
     tiers_to_search,
 )
 from costmodel.errors import CostModelError, UnknownNameError
@@ -44,8 +46,8 @@ ORDERS: Final = ("usd", "time")
 
 def compare(
     job: Job | Mapping[str, Any] | None = None,
-    gpus: Iterable[str | GpuSpec] | None = None,
-    tiers: Sequence[str] | None = None,
+    gpus: str | GpuSpec | Iterable[str | GpuSpec] | None = None,
+    tiers: str | Sequence[str] | None = None,
     *,
     by: str = "usd",
     as_is: bool = False,
@@ -64,8 +66,9 @@ def compare(
     cloud. ``spot`` counts interruptions into spot candidates; ``today`` gives stale prices a warning.
     Raises :class:`CostModelError` where the job runs on none.
     """
-    if by not in ORDERS:
+    if not isinstance(by, str) or by not in ORDERS:
         raise UnknownNameError("order", by, ORDERS)
+    as_is, spot, today = as_flag(as_is, "as_is"), spot_terms_or_none(spot), as_day(today, "today")
     job = parse_job(merged_job(job, fields))
     tiers = tiers_to_search(job, tiers)
     named = named_gpus(gpus) if gpus is not None else None

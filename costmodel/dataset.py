@@ -373,7 +373,12 @@ def dataset_effects(dataset: DatasetLengths, job: ResolvedJob) -> DatasetEffects
     alternatives: dict[str, ResolvedJob] = {}
     if not job.packing:
         if not job.padding_free:
-            grouped = replace(job, padding="longest", train_sampling_strategy="group_by_length")
+            grouped = replace(
+                job,
+                padding="longest",
+                train_sampling_strategy="group_by_length",
+                num_samples=job.num_samples or dataset.num_samples,
+            )
             alternatives["train_sampling_strategy group_by_length"] = grouped
             alternatives["padding_free"] = replace(job, padding_free=True)
         alternatives["packing"] = replace(job, packing=True, padding_free=True)

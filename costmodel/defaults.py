@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.framework_defaults import QUERY_AND_VALUE, READ_VERSIONS, own_defaults, peft_targets
 from costmodel.model_spec import ModelSpec
 from costmodel.sharding import Sharding, read_sharding
@@ -151,7 +151,7 @@ class ResolvedJob:
 def _version(text: str) -> tuple[int, int]:
     match = re.match(r"v?(\d+)(?:\.(\d+))?", text)
     if not match:
-        raise CostModelError(f"framework_version must start with a number such as 5.24 or 4.40, got {text!r}")
+        raise CostModelError(f"framework_version must start with a number such as 5.24 or 4.40, got {shown(text)}")
     return int(match[1]), int(match[2] or 0)
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from costmodel.defaults import ResolvedJob, resolve
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
 from costmodel.lengths import BatchTokens, LengthDistribution, batch_tokens, distribution, longest_batch
@@ -111,7 +111,7 @@ def _model_spec(job: Job) -> ModelSpec:
     for name in job.model_overrides:
         if name not in config:
             raise CostModelError(
-                f"model_overrides {name!r} is no field of the model's config; its fields: {', '.join(sorted(config))}"
+                f"model_overrides {shown(name)} is no field of the model's config; its fields: {', '.join(sorted(config))}"
             )
     return model_spec_from_config({**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else "")
 

@@ -7,25 +7,31 @@ from collections.abc import Iterable
 from typing import Final
 
 SHOWN_CHARACTERS: Final = 80
+PATH_CHARACTERS: Final = 300
 LINE_CHARACTERS: Final = 2000
 
 
-def shown(value: object) -> str:
+def shown(value: object, limit: int = SHOWN_CHARACTERS) -> str:
     """``repr(value)``, cut: a message that echoes a value stays one line that a person can read."""
     if isinstance(value, str):  # before repr, which would copy all of a long text
-        value = value[: 2 * SHOWN_CHARACTERS]
+        value = value[: 2 * limit]
     elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"a whole number of about {round(value.bit_length() * 0.30103)} digits"
     try:
         text = repr(value)
     except ValueError:  # somewhere inside it, a whole number too long to print
         text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def short(name: str) -> str:
+def short(name: str, limit: int = SHOWN_CHARACTERS) -> str:
     """A name as it is, but cut where it is long and with its control characters escaped."""
-    return name if name.isprintable() and len(name) <= SHOWN_CHARACTERS else shown(name).strip("'\"")
+    return name if name.isprintable() and len(name) <= limit else shown(name, limit).strip("'\"")
+
+
+def short_path(path: str) -> str:
+    """The same of a path that may be none: a real one stands there whole."""
+    return short(path, PATH_CHARACTERS)
 
 
 def one_line(message: str) -> str:
@@ -46,11 +52,16 @@ class CostModelError(ValueError):
 class UnknownNameError(CostModelError):
     """A model, GPU, cloud, optimizer or field that nothing here knows."""
 
-    def __init__(self, kind: str, name: object, known: Iterable[str], way_out: str = "") -> None:
+    def __init__(
+        self, kind: str, name: object, known: Iterable[str], way_out: str = "", nearest: Iterable[str] | None = None
+    ) -> None:
+        """``nearest``: as found by what knows the names better; by default, by their letters."""
         known = list(known)
-        by_lower_name = {option.lower(): option for option in known}
-        close = difflib.get_close_matches(str(name)[:SHOWN_CHARACTERS].lower(), list(by_lower_name), n=3, cutoff=0.5)
-        nearest = [by_lower_name[match] for match in close]
+        if nearest is None:
+            by_lower_name = {option.lower(): option for option in known}
+            close = difflib.get_close_matches(str(name)[:SHOWN_CHARACTERS].lower(), list(by_lower_name), n=3, cutoff=0.5)
+            nearest = [by_lower_name[match] for match in close]
+        nearest = list(nearest)
         message = f"no {kind} matches {shown(name)}"
         if nearest:
             message += f"; nearest: {', '.join(nearest)}"

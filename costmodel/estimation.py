@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.answer import Estimate, answer_from
 from costmodel.answer_warnings import answer_warnings
+from costmodel.arguments import must_be, plain_digits
 from costmodel.capacity import evaluation_batch, fit_of
 from costmodel.cost import RunTime, run_time, schedule
 from costmodel.described_job import DescribedJob, TokensSeen, describe
@@ -18,7 +19,7 @@ from costmodel.lengths import batch_tokens, longest_batch, longest_sequence
 from costmodel.memory import MemoryBreakdown, loss_bytes, peak_memory
 from costmodel.price_catalog import find_price
 from costmodel.slowest_gpu import slowest_batch
-from costmodel.specs import GpuSpec, Job, Price, parse_job
+from costmodel.specs import MAX_USD_PER_GPU_HOUR, GpuSpec, Job, Price, parse_job
 from costmodel.step_time import Factors, StepTime, imbalance_seconds, step_time
 from costmodel.uncertainty import memory_interval, nearest_runs, step_interval_factor
 from costmodel.workload import Batch
@@ -181,7 +182,7 @@ def _run(described: DescribedJob, step: StepTime | None, factors: Factors) -> Ru
         return None
     eval_seconds = None
     if plan.num_evaluations and plan.num_eval_batches:
-        evaluated = batch_tokens(job, lengths, batch_size=job.per_device_eval_batch_size)
+        evaluated = batch_tokens(job, lengths, evaluates=True)
         # the ranks gather the loss of each evaluated batch
         in_turn = replace(job, per_device_train_batch_size=job.per_device_eval_batch_size)
         slowest = slowest_batch(in_turn, lengths, evaluated.expected, 1)
@@ -207,9 +208,11 @@ def _price(job: Job, gpu: GpuSpec | None) -> Price | None:
     text = os.environ.get(PRICE_VARIABLE)
     if text:
         try:
-            usd = float(text)
+            usd = float(plain_digits(text))
             source = f"environment variable {PRICE_VARIABLE}"
             return Price(usd_per_gpu_hour=usd, usd_per_instance_hour=usd, tier="given", source=source)
         except ValueError:
-            raise CostModelError(f"{PRICE_VARIABLE} must be a positive number of dollars, got {text!r}") from None
+            raise must_be(
+                PRICE_VARIABLE, f"a positive number of dollars, at most {MAX_USD_PER_GPU_HOUR:,.0f}", text
+            ) from None
     return None

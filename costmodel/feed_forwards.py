@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from costmodel.blocks import Block, Builder, Fields, Flag, is_set
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.model_spec import Experts, Linear, Weights
 
 
@@ -156,7 +156,7 @@ def _entry_size(fields: Fields, name: str, layer: int) -> int:
         return fields.size(name)
     entry = fields.entry(name, layer)
     if isinstance(entry, bool) or not isinstance(entry, int) or entry < 1:
-        raise CostModelError(f"the model config's {name} must hold positive whole numbers, got {entry!r}")
+        raise CostModelError(f"the model config's {name} must hold positive whole numbers, got {shown(entry)}")
     return entry
 
 

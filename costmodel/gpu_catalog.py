@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from costmodel.arguments import as_text
 from costmodel.data_files import read_table
 from costmodel.errors import AmbiguousNameError, UnknownNameError
 from costmodel.specs import GpuSpec
@@ -175,13 +176,17 @@ def list_gpus() -> tuple[GpuSpec, ...]:
     return tuple(_gpu_spec(entry.name) for entry in _gpu_entries())
 
 
-@functools.lru_cache(maxsize=1024)
 def find_gpu(name: str) -> GpuSpec:
     """The one product called ``name``: its catalogue name, what NVML prints, or what people type.
 
     Case, spaces, hyphens and the vendor's name do not matter. Raises :class:`AmbiguousNameError` where several
     products fit ("A100"), :class:`UnknownNameError` where none does.
     """
+    return _find_gpu(as_text(name, "the name of a GPU", 'text such as "L40S"'))
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_gpu(name: str) -> GpuSpec:
     words = _gpu_words(name)
     entries = _gpu_entries()
     matches = [entry for entry in entries if entry.is_named(words)] if set(words) - {"rtx"} else []

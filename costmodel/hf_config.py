@@ -13,9 +13,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from costmodel.arguments import must_be
 from costmodel.blocks import Fields
 from costmodel.data_files import DATA_FOLDER
-from costmodel.errors import CostModelError, UnsupportedModelError
+from costmodel.errors import SHOWN_CHARACTERS, CostModelError, UnsupportedModelError, shown
 from costmodel.families import ALIASES, FAMILIES
 from costmodel.model_spec import Layer, ModelSpec
 
@@ -31,6 +32,8 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
     Raises :class:`UnsupportedModelError` for a family that is not in :data:`FAMILIES`, :class:`CostModelError` for a
     config without the fields that fix its size or with one that is not a positive whole number.
     """
+    if not isinstance(config, Mapping):
+        raise must_be("the model config", "the mapping that a config.json holds (find_model_config reads one)", config)
     config = _text_config(config)
     model_type = config.get("model_type")
     if not model_type:
@@ -38,10 +41,10 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
     known = ALIASES.get(str(model_type), str(model_type))
     family = FAMILIES.get(known)
     if family is None:
-        nearest = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.5)
+        nearest = difflib.get_close_matches(str(model_type)[:SHOWN_CHARACTERS], FAMILIES, n=3, cutoff=0.5)
         hint = f"nearest: {', '.join(nearest)}; " if nearest else ""
         raise UnsupportedModelError(
-            f"model family {model_type!r} is not modelled yet; {hint}all that are: {', '.join(sorted(FAMILIES))}"
+            f"model family {shown(model_type)} is not modelled yet; {hint}all that are: {', '.join(sorted(FAMILIES))}"
         )
     given = Fields(config, family.aliases, {})
     missing = [field for field in _REQUIRED if given.get(field) is None]

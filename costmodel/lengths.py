@@ -5,7 +5,6 @@ A batch is padded to its longest sample, so the work of a step is the expected m
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections import Counter
@@ -15,8 +14,9 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Final
 
+from costmodel.arguments import plain_digits
 from costmodel.defaults import ResolvedJob
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, short_path
 from costmodel.length_datasets import length_histogram
 from costmodel.specs import Lengths, check_histogram
 from costmodel.strict_json import parse_json
@@ -24,8 +24,8 @@ from costmodel.workload import Batch
 
 # Best-fit-decreasing packing leaves this share of a row filled (TRL's "bfd" on natural lengths; 1 is full).
 PACKING_FILL: Final = 0.98
-# transformers' length-grouped sampler sorts inside megabatches of this many batches (trainer_pt_utils.py).
-MEGABATCH_BATCHES: Final = 50
+# transformers' length-grouped sampler sorts inside megabatches of at most this many groups (trainer_pt_utils.py).
+MEGABATCH_GROUPS: Final = 50
 # Shape assumed when only a mean and a maximum are given: log-normal with this sigma (coefficient of variation 0.53,
 # between the two instruction sets of arXiv:2408.04693: 0.42 and 0.73), cut at the maximum.
 ASSUMED_LOG_SIGMA: Final = 0.5
@@ -145,14 +145,15 @@ def _counts_in_file(path: Path) -> Mapping[int, float]:
             )
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CostModelError(f"lengths file {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CostModelError(f"lengths file {short_path(str(path))} cannot be read: {reason}") from None
     try:
         if text.startswith("{"):
-            counts = {int(length): _count(count) for length, count in parse_json(text, str(path)).items()}
+            counts = {int(plain_digits(length)): _count(count) for length, count in parse_json(text, str(path)).items()}
         elif text.startswith("["):
             counts = dict(Counter(map(_whole_number, parse_json(text, str(path)))))
         else:
-            counts = dict(Counter(map(int, text.split())))
+            counts = dict(Counter(map(int, plain_digits(text).split())))
     except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         raise CostModelError(
             f"lengths file {path} must hold one whole number of tokens a line, a JSON list, or a JSON mapping length: count"
@@ -205,22 +206,67 @@ def expected_maximum(dist: LengthDistribution, draws: int) -> tuple[float, float
     return mean + tail * dist.longest_tokens, square + tail * dist.longest_tokens**2
 
 
-@functools.lru_cache(maxsize=64)
-def _grouped_maximum(dist: LengthDistribution) -> tuple[float, float]:
-    """Mean and mean square of the longest sample of a batch drawn by the length-grouped sampler.
+@functools.lru_cache(maxsize=256)
+def _grouped_maximum(
+    dist: LengthDistribution, batch_size: int, group_size: int, num_samples: int | None
+) -> tuple[float, float]:
+    """Mean and mean square of what the length-grouped sampler pads a row to.
 
-    Inside a megabatch the samples are sorted, so batch j of 50 ends at the j-th quantile.
+    The sampler shuffles, cuts the samples into megabatches of :data:`MEGABATCH_GROUPS` groups, or of a quarter of the data
+    where that is less, and sorts each of them. ``group_size``: the samples of one GPU's optimizer step. ``num_samples``
+    ``None``: as of a large data set. Source: transformers 5.24 ``get_length_grouped_indices``,
+    ``Trainer._get_train_sampler``.
     """
-    cumulative = []
-    running = 0.0
-    for share in dist.shares:
-        running += share
-        cumulative.append(running)
-    tops = []
-    for batch in range(1, MEGABATCH_BATCHES + 1):
-        index = min(bisect.bisect_left(cumulative, batch / MEGABATCH_BATCHES - 1e-12), len(dist.lengths) - 1)
-        tops.append(dist.lengths[index])
-    return sum(tops) / len(tops), sum(top * top for top in tops) / len(tops)
+    groups = MEGABATCH_GROUPS if num_samples is None else min(num_samples // (4 * group_size), MEGABATCH_GROUPS)
+    megabatch = max(1, groups) * group_size
+    num_samples = num_samples or megabatch
+    num_megabatches, rest = divmod(num_samples, megabatch)
+    mean = square = 0.0
+    for count, size in ((num_megabatches, megabatch), (1, rest)):
+        if count and size:
+            first, second = _sums_over_sorted_rows(dist, size, batch_size)
+            mean, square = mean + count * first, square + count * second
+    return mean / num_samples, square / num_samples
+
+
+def _sums_over_sorted_rows(dist: LengthDistribution, num_rows: int, batch_size: int) -> tuple[float, float]:
+    """Padded lengths, and their squares, summed over ``num_rows`` random samples that are sorted and cut into batches.
+
+    The samples of a length or above come first: so many batches as they begin are padded to it or above.
+    """
+    share = mean = square = previous = 0.0
+    for length, of_length in zip(reversed(dist.lengths), reversed(dist.shares), strict=True):
+        share = min(1.0, share + of_length)
+        rows = _rows_begun(num_rows, share, batch_size) if length > dist.lengths[0] else num_rows
+        mean += length * (rows - previous)
+        square += length * length * (rows - previous)
+        previous = rows
+    return mean, square
+
+
+def _rows_begun(num_rows: int, share: float, batch_size: int) -> float:
+    """Expected rows of the batches that the first N of ``num_rows`` rows begin; N is binomial with ``share``.
+
+    Batch j is begun where N > j · ``batch_size``. For j = 0 that is exact, else N counts as normal; spread over more than a
+    batch it leaves half a batch open on average.
+    """
+    mean, deviation = num_rows * share, math.sqrt(num_rows * share * (1 - share))
+
+    def is_begun(batch: int) -> float:
+        if batch == 0:
+            return 1 - (1 - share) ** num_rows
+        above = batch * batch_size + 0.5 - mean
+        return 0.5 * math.erfc(above / (math.sqrt(2) * deviation)) if deviation > 0 else float(above < 0)
+
+    last = math.ceil(num_rows / batch_size) - 1
+    if deviation >= batch_size:
+        begun = (mean + (batch_size - 1) / 2) / batch_size
+    else:
+        surely = max(0, math.floor((mean - 6 * deviation) / batch_size))
+        at_most = min(last, math.ceil((mean + 6 * deviation) / batch_size))
+        begun = is_begun(0) + surely + sum(map(is_begun, range(surely + 1, at_most + 1)))
+    missing = (last + 1) * batch_size - num_rows  # the last batch is smaller
+    return begun * batch_size - missing * is_begun(last)
 
 
 @functools.lru_cache(maxsize=64)
@@ -229,12 +275,12 @@ def _means(dist: LengthDistribution) -> tuple[float, float]:
     return dist.mean_tokens, dist.mean_squared_tokens
 
 
-def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int | None = None) -> BatchTokens:
-    """The expected and the longest micro-batch of this job.
+def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, evaluates: bool = False) -> BatchTokens:
+    """The expected and the longest micro-batch of this job, or where it ``evaluates``, of an evaluation.
 
     Positions that reach the head: all, or with TRL's loss only the supervised ones.
     """
-    size = batch_size or job.per_device_train_batch_size
+    size = job.per_device_eval_batch_size if evaluates else job.per_device_train_batch_size
     supervised = job.supervised_fraction
     mean, mean_square = _means(dist)
     longest = longest_batch(job, size, *longest_sequence(job, dist))
@@ -271,8 +317,12 @@ def batch_tokens(job: ResolvedJob, dist: LengthDistribution, *, batch_size: int 
     if job.padding == "max_length":
         row_mean, row_square = float(job.max_length), float(job.max_length) ** 2
     else:
-        grouped = job.train_sampling_strategy == "group_by_length" and size > 1
-        row_mean, row_square = _grouped_maximum(padded) if grouped else expected_maximum(padded, size)
+        if job.train_sampling_strategy == "group_by_length" and size > 1:  # an evaluation too, by batches
+            group = size if evaluates else size * job.gradient_accumulation_steps
+            num_samples = job.num_eval_samples if evaluates else job.num_samples
+            row_mean, row_square = _grouped_maximum(padded, size, group, num_samples)
+        else:
+            row_mean, row_square = expected_maximum(padded, size)
     real = size * mean
     computed = size * row_mean
     # padding is never supervised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import json
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from costmodel.arguments import must_be
 from costmodel.data_files import DATA_FOLDER, read_table
-from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError, first_line
+from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError, first_line, short_path
 from costmodel.strict_json import read_json_text
 
 HUB_TIMEOUT_SECONDS: Final = 5.0
@@ -87,7 +89,10 @@ def find_model_config(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     """
     if isinstance(model, Mapping):
         return dict(model)
-    name = os.fspath(model).strip()
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str):
+        raise must_be("the model", "an id, a path to a config.json, or a config mapping", model)
+    name = name.strip()
     if not name:
         raise CostModelError("the model is an empty string; give an id, a path to a config.json, or a config mapping")
     path = os.path.expanduser(name)
@@ -112,7 +117,7 @@ def _config_from_path(path: str) -> dict[str, Any]:
             raise CostModelError(f"the folder {path} holds no config.json")
         path = config_path
     if not os.path.isfile(path):
-        raise CostModelError(f"no such file: {path}")
+        raise CostModelError(f"no such file: {short_path(path)}")
     return _read_json_object(path)
 
 
@@ -156,11 +161,72 @@ def _config_from_hub(name: str) -> dict[str, Any]:
                 if isinstance(config, dict):
                     return config
                 reason += ", and the hub's config.json is not an object"
-    raise UnknownNameError("model", name, _known_like(name), way_out=f"{reason}; give a path to its config.json")
+    nearest = nearest_models(name)
+    copy = ", or name the one of these that it is a copy or a tuning of, which has its sizes" if nearest else ""
+    way_out = f"{reason}; give a path to its config.json{copy}"
+    raise UnknownNameError("model", name, list_models(), way_out=way_out, nearest=nearest)
 
 
-def _known_like(name: str) -> list[str]:
-    """Ids to compare a misspelt name with: whole ones, or bare ones for a name without organisation."""
-    if "/" in name:
-        return list(list_models())
-    return [model_id.rpartition("/")[2] for model_id in list_models()]
+# --- models whose names are alike -------------------------------------------------------------------------------------
+
+# Words that change neither the family nor the size: how a copy was tuned, stored or packed, and by whom.
+_COPY_WORD: Final = re.compile(
+    "instruct|chat|base|it|pt|sft|dpo|rlhf|tuned|fine|finetuned?|finetuning|ft|q?lora|adapter|merged|model|my|the|hf|preview|"
+    "latest|bnb|gptq|awq|gguf|ggml|mlx|exl|int|fp|bf|nf|bits?|dynamic|quant|quantized|unsloth|meta|v|x"
+)
+_MODEL_WORD: Final = re.compile(
+    r"\d+x\d+b"  # 8x7b
+    r"|[ae]?\d+(?:\.\d+)?[bm](?![a-z])"  # 8b, 0.6b, 135m, a3b, e2b
+    r"|(?:int|fp|bf|nf|q)\d+(?:_[a-z0-9_]+)?|\d+bits?"  # how it is stored
+    r"|[a-z]+|\d+(?:\.\d+)*"
+)
+_ALIKE: Final = 0.8  # of two words' letters: a misspelt family
+_WEIGHTS: Final = (3.0, 2.0, 1.5)  # family, size, version
+_NUM_NEAREST: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _NameParts:
+    """What a model's name says: ``Qwen3-30B-A3B-Instruct`` is qwen, 30b and a3b, 3."""
+
+    family: frozenset[str]
+    sizes: frozenset[str]
+    versions: frozenset[str]
+
+
+@functools.lru_cache(maxsize=512)
+def _name_parts(name: str) -> _NameParts:
+    bare = re.sub(r"(?<=\d)_(?=\d)", ".", name.lower().strip("/ ").rpartition("/")[2])  # Qwen-1_8B
+    words = _MODEL_WORD.findall(bare)
+    sizes = {word for word in words if re.fullmatch(r"\d+x\d+b|[ae]?\d+(\.\d+)?[bm]", word)}
+    versions = {word for word in words if re.fullmatch(r"\d+(\.\d+)*", word) and len(word) < 4}  # longer ones are dates
+    family = {word for word in words if word.isalpha() and not _COPY_WORD.fullmatch(word)}
+    return _NameParts(frozenset(family), frozenset(sizes), frozenset(versions))
+
+
+def nearest_models(name: str) -> list[str]:
+    """Up to three catalogued models of the family that ``name`` seems to be of, the nearest in size and version first.
+
+    Without organisations where ``name`` has none. To be shown, never to be taken in place of the one that was asked for.
+    """
+    asked = _name_parts(name[:200])
+    scores = {model_id: _likeness(asked, _name_parts(model_id)) for model_id in list_models()}
+    best = sorted((-score, model_id) for model_id, score in scores.items() if score > 0)[:_NUM_NEAREST]
+    return [model_id if "/" in name else model_id.rpartition("/")[2] for _, model_id in best]
+
+
+def _likeness(asked: _NameParts, known: _NameParts) -> float:
+    """0 for another family."""
+    matched = sum(max((_same_letters(one, other) for other in asked.family), default=0.0) for one in known.family)
+    if not matched:
+        return 0.0
+    family = 2 * matched / (len(asked.family) + len(known.family))
+    size = 2 * len(asked.sizes & known.sizes) / max(1, len(asked.sizes) + len(known.sizes))
+    majors = {version.partition(".")[0] for version in asked.versions}, {each.partition(".")[0] for each in known.versions}
+    version = 1.0 if asked.versions == known.versions else 0.5 if majors[0] & majors[1] else 0.0
+    return sum(weight * share for weight, share in zip(_WEIGHTS, (family, size, version), strict=True))
+
+
+def _same_letters(one: str, other: str) -> float:
+    alike = 1.0 if one == other else difflib.SequenceMatcher(None, one, other).ratio()
+    return alike if alike >= _ALIKE else 0.0

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from costmodel.alternatives import alternatives, changes_what_is_learned, needs
 from costmodel.answer import Estimate
+from costmodel.arguments import as_day, as_flag, as_limit, as_names
 from costmodel.candidates import (
     FITTING_VERDICTS,
     UNPRICED,
@@ -25,6 +26,7 @@ from costmodel.candidates import (
     offers_of,
     or_infinity,
     rank,
+    spot_terms_or_none,
     tiers_to_search,
 )
 from costmodel.comparison import compare
@@ -129,15 +131,15 @@ class OptimizeResult:
 
 def optimize(
     job: Job | Mapping[str, Any] | None = None,
-    gpus: Iterable[str | GpuSpec] | None = None,
-    tiers: Sequence[str] | None = None,
+    gpus: str | GpuSpec | Iterable[str | GpuSpec] | None = None,
+    tiers: str | Sequence[str] | None = None,
     *,
     budget_usd: float | None = None,
     deadline_hours: float | None = None,
-    free: Iterable[str] = (),
+    free: str | Iterable[str] = (),
     free_batch: bool = False,
     allow_quantization: bool = False,
-    not_given: Iterable[str] = (),
+    not_given: str | Iterable[str] = (),
     spot: SpotTerms | None = None,
     today: datetime.date | None = None,
     **fields: Any,
@@ -156,12 +158,15 @@ def optimize(
     Raises :class:`CostModelError` as :func:`compare` does.
     """
     job = parse_job(merged_job(job, fields))
-    free = frozenset(free)
-    unknown = free - set(Job.model_fields) - {"all"}
-    if unknown:
-        raise UnknownNameError("Job field", sorted(unknown)[0], [*Job.model_fields, "all"])
+    free = _job_fields(free, "free", also=("all",))
+    not_given = _job_fields(not_given, "not_given")
+    free_batch = as_flag(free_batch, "free_batch")
+    allow_quantization = as_flag(allow_quantization, "allow_quantization")
+    budget_usd = as_limit(budget_usd, "budget_usd", "dollars")
+    deadline_hours = as_limit(deadline_hours, "deadline_hours", "hours")
+    spot, today = spot_terms_or_none(spot), as_day(today, "today")
     tiers = tiers_to_search(job, tiers)
-    given = {name for name in job.model_fields_set if getattr(job, name) is not None} - set(not_given)
+    given = {name for name in job.model_fields_set if getattr(job, name) is not None} - not_given
     held = frozenset() if "all" in free else frozenset(given) - free - set(BATCH_FIELDS)
     if allow_quantization:
         held -= set(_QUANTIZATION_FIELDS)
@@ -226,7 +231,17 @@ class _GpuSearch:
     num_estimates: int
 
 
-def _gpus_to_optimize(job: Job, gpus: Iterable[str | GpuSpec] | None, tiers: Sequence[str]) -> list[GpuSpec]:
+def _job_fields(names: str | Iterable[str], argument: str, also: Sequence[str] = ()) -> frozenset[str]:
+    """The named fields of a job. Raises :class:`CostModelError` for a name that is none, nor one of ``also``."""
+    known = [*Job.model_fields, *also]
+    wanted = as_names(names, argument, '["optim"]')
+    for name in wanted:
+        if not isinstance(name, str) or name not in known:
+            raise UnknownNameError("Job field", name, known, way_out=f"{argument} names fields of the job")
+    return frozenset(wanted)
+
+
+def _gpus_to_optimize(job: Job, gpus: str | GpuSpec | Iterable[str | GpuSpec] | None, tiers: Sequence[str]) -> list[GpuSpec]:
     if gpus is not None:
         return named_gpus(gpus)
     if job.gpu is not None:

@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, get_args
 
+from costmodel.arguments import as_text, must_be, plain_digits
 from costmodel.data_files import read_table
-from costmodel.errors import CostModelError, UnknownNameError, first_line
+from costmodel.errors import CostModelError, UnknownNameError, first_line, short_path
 from costmodel.gpu_catalog import find_gpu, list_gpus
 from costmodel.probes import config_folder
-from costmodel.specs import GpuSpec, Price, Tier
+from costmodel.specs import MAX_GPUS, GpuSpec, Price, Tier
 from costmodel.units import MIB
 
 TIERS: Final[tuple[str, ...]] = get_args(Tier)
@@ -145,7 +146,7 @@ def _table_in_file(path: str) -> PriceTable:
     try:
         key = _file_key(path)
     except OSError:
-        raise CostModelError(f"no such price file: {path}") from None
+        raise CostModelError(f"no such price file: {short_path(path)}") from None
     return _read_price_file(*key)
 
 
@@ -218,7 +219,7 @@ def _row_of_user(cells: Mapping[str, str | None]) -> PriceRow:
     if filled["tier"] not in TIERS:
         raise UnknownNameError("tier", filled["tier"], TIERS)
     try:
-        count = int(filled.get("gpus_per_instance") or 1)
+        count = int(plain_digits(filled.get("gpus_per_instance") or "1"))
         per_gpu, per_machine = _dollars(filled.get("usd_per_gpu_hour")), _dollars(filled.get("usd_per_instance_hour"))
     except ValueError as error:
         raise CostModelError(f"{where}: {error}") from None
@@ -245,7 +246,7 @@ def _row_of_user(cells: Mapping[str, str | None]) -> PriceRow:
 
 
 def _dollars(cell: str | None) -> float | None:
-    return float(cell) if cell else None
+    return float(plain_digits(cell)) if cell else None
 
 
 def list_price_rows() -> tuple[PriceRow, ...]:
@@ -261,7 +262,7 @@ def list_prices() -> tuple[Price, ...]:
 def find_cloud(name: str) -> str:
     """The catalogue's spelling of a cloud's name; :class:`UnknownNameError` if it has no prices here."""
     clouds = sorted({row.price.cloud for row in list_price_rows()})
-    wanted = _bare(name)
+    wanted = _bare(as_text(name, "cloud", 'text such as "AWS"'))
     for cloud in clouds:
         if _bare(cloud) == wanted:
             return cloud
@@ -288,7 +289,9 @@ def find_price(gpu: str | GpuSpec, *, cloud: str | None = None, tier: str | None
     """
     gpu_name = gpu.name if isinstance(gpu, GpuSpec) else find_gpu(gpu).name
     cloud = find_cloud(cloud) if cloud else None
-    if tier is not None and tier not in TIERS:
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MAX_GPUS:
+        raise must_be("num_gpus", f"a whole number from 1 to {MAX_GPUS:,}", num_gpus)
+    if tier is not None and (not isinstance(tier, str) or tier not in TIERS):
         raise UnknownNameError("tier", tier, TIERS)
     of_gpu = [price for price in list_prices() if price.gpu == gpu_name]
     for wanted_tier in (tier,) if tier else ("on_demand", "community") if cloud else ("on_demand",):

@@ -15,7 +15,6 @@ import io
 import logging
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from costmodel.errors import CostModelError, MissingExtraError, first_line
 from costmodel.gpu_catalog import find_gpu
 from costmodel.price_catalog import PriceRow, price_row_from_cells
 from costmodel.specs import GpuSpec
+from costmodel.whole_file import write_whole
 
 COLUMNS: Final = (
     *("cloud", "gpu", "product", "gpus_per_instance", "region", "tier", "usd_per_gpu_hour", "usd_per_instance_hour"),
@@ -265,13 +265,4 @@ def csv_text(rows: Iterable[PriceRow]) -> str:
 
 def write_prices(path: str, rows: Iterable[PriceRow]) -> None:
     """Whole or not at all: a half-written price file would be read by the next command."""
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".csv")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(csv_text(rows))
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, csv_text(rows))

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError, shown
+from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError, short_path, shown
 from costmodel.strict_json import parse_json, read_json_text
+from costmodel.whole_file import write_whole
 
 CONFIG_FOLDER_VARIABLE: Final = "FTCOST_CONFIG_DIR"
 FOLDER_NAME: Final = "probes"
@@ -72,13 +73,8 @@ def write_probe(path: str, device: Mapping[str, Any], *, created_on: str) -> Non
         "machine": this_machine(),
         "device": dict(device),
     }
-    unfinished = f"{path}.tmp"
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(unfinished, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, allow_nan=False)
-            file.write("\n")
-        os.replace(unfinished, path)
+        write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise CostModelError(f"cannot write the probe {path}: {error.strerror or error}") from None
 
@@ -88,7 +84,9 @@ def read_probe(path: str) -> dict[str, Any]:
     try:
         text = read_json_text(path)
     except OSError as error:
-        raise CostModelError(f"no probe at {path} ({error.strerror or error}); ftcost probe --out FILE writes one") from None
+        raise CostModelError(
+            f"no probe at {short_path(path)} ({error.strerror or error}); ftcost probe --out FILE writes one"
+        ) from None
     except ValueError as error:
         raise CostModelError(f"{path} cannot be read as a probe: {error}; {_way_out(path)}") from None
     try:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from costmodel.errors import CostModelError, UnknownNameError, shown
+from costmodel.errors import PATH_CHARACTERS, CostModelError, UnknownNameError, shown
 from costmodel.strict_json import read_json_text
 
 # `sharding_strategy` in words (TrainingArguments.fsdp) and as torch's numbers. A hybrid splits inside one machine.
@@ -135,7 +135,7 @@ def _deepspeed_config(text: str) -> Mapping[str, Any]:
     """A DeepSpeed config from its JSON text or from the path of a JSON file."""
     where = "deepspeed"
     if not text.lstrip().startswith("{"):
-        where = f"deepspeed config {text!r}"
+        where = f"deepspeed config {shown(text, PATH_CHARACTERS)}"
         try:
             text = read_json_text(text)
         except (OSError, UnicodeDecodeError, ValueError) as error:

@@ -226,7 +226,9 @@ def nemotron_layer(fields: Fields, layer: int) -> Layer:
     """Nemotron-H: each layer is one norm and one block, be it Mamba 2, attention, an MLP or routed experts."""
     kind = _nemotron_kind(fields, layer)
     if kind not in _NEMOTRON_BLOCKS:
-        raise CostModelError(f"layer {layer} of the nemotron_h config is {kind!r}; known: {', '.join(_NEMOTRON_BLOCKS)}")
+        raise CostModelError(
+            f"layer {layer} of the nemotron_h config is {shown(kind)}; known: {', '.join(_NEMOTRON_BLOCKS)}"
+        )
     build, feeds = _NEMOTRON_BLOCKS[kind]
     if feeds:
         return layer_of(lambda fields, layer: Block(), build, Norms("", "norm"))(fields, layer)
@@ -310,7 +312,7 @@ def blackmamba_layer(fields: Fields, layer: int) -> Layer:
     if kind == "r":
         return layer_of(mamba_block(), None, Norms("norm", ""))(fields, layer)
     if not kind.isdigit():
-        raise CostModelError(f"layer {layer} of the blackmamba config is {kind!r}: neither 'r' nor a number of experts")
+        raise CostModelError(f"layer {layer} of the blackmamba config is {shown(kind)}: neither 'r' nor a number of experts")
     hidden = fields.hidden_size
     experts = Experts(
         int(kind),

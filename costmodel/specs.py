@@ -94,9 +94,10 @@ class Record(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic reads ``true`` as 1."""
-        if isinstance(value, bool) and info.field_name is not None and _takes_numbers_only(cls, info.field_name):
+    def _what_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic reads ``true`` as 1, and the text ``"1_0"`` as 10."""
+        is_none = isinstance(value, bool) or (isinstance(value, str) and "_" in value)
+        if is_none and info.field_name is not None and _takes_numbers_only(cls, info.field_name):
             raise ValueError(f"must be a number, got {shown(value)}")
         return value
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from costmodel.arguments import as_number
 from costmodel.cost import steps_between
-from costmodel.errors import CostModelError
 from costmodel.units import SECONDS_PER_HOUR
 
 # Above this share of the run lost, the terms of second order that the formula leaves out are no longer small.
@@ -41,16 +41,11 @@ class SpotTerms:
     restart_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        # nan is in no range
-        if not 0 <= self.interruptions_per_hour <= MAX_INTERRUPTIONS_PER_HOUR:
-            raise CostModelError(
-                f"interruptions_per_hour must be a number >= 0, at most {MAX_INTERRUPTIONS_PER_HOUR:g}, "
-                f"got {self.interruptions_per_hour:g}"
-            )
-        if self.restart_seconds is not None and not 0 <= self.restart_seconds <= MAX_RESTART_SECONDS:
-            raise CostModelError(
-                f"restart_seconds must be a number >= 0, at most {MAX_RESTART_SECONDS:,.0f}, got {self.restart_seconds:g}"
-            )
+        most = f"a number >= 0, at most {MAX_INTERRUPTIONS_PER_HOUR:g}"
+        as_number(self.interruptions_per_hour, "interruptions_per_hour", most, high=MAX_INTERRUPTIONS_PER_HOUR)
+        if self.restart_seconds is not None:
+            most = f"a number >= 0, at most {MAX_RESTART_SECONDS:,.0f}"
+            as_number(self.restart_seconds, "restart_seconds", most, high=MAX_RESTART_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from typing import Any, Final
 from costmodel import constants as c
 from costmodel.calibration import Calibration, Style
 from costmodel.defaults import ResolvedJob
-from costmodel.errors import CostModelError, short, shown
+from costmodel.errors import CostModelError, short_path, shown
 from costmodel.model_spec import ModelSpec
 from costmodel.probes import config_folder
 from costmodel.specs import GpuSpec
 from costmodel.strict_json import read_json_text
+from costmodel.whole_file import write_whole
 from costmodel.workload import Batch
 
 AUTO: Final = "auto"
@@ -57,13 +58,8 @@ def _size_text(num_params: int) -> str:
 
 def write_calibration(path: str, calibration: Calibration) -> None:
     """Whole or not at all. Raises :class:`CostModelError` where the file cannot be written."""
-    unfinished = f"{path}.tmp"
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(unfinished, "w", encoding="utf-8") as file:
-            json.dump(calibration.to_dict(), file, indent=2, allow_nan=False)
-            file.write("\n")
-        os.replace(unfinished, path)
+        write_whole(path, json.dumps(calibration.to_dict(), indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise CostModelError(f"cannot write the calibration {path}: {error.strerror or error}") from None
 
@@ -75,7 +71,7 @@ def read_calibration(path: str) -> Calibration:
     except (OSError, ValueError) as error:  # a name that no file system takes is a ValueError
         reason = error.strerror if isinstance(error, OSError) else "no file can have this name"
         raise CostModelError(
-            f"no calibration at {short(path)} ({reason}); ftcost calibrate RUN --out FILE writes one"
+            f"no calibration at {short_path(path)} ({reason}); ftcost calibrate RUN --out FILE writes one"
         ) from None
     return _read(path, facts.st_mtime_ns, facts.st_size)
 

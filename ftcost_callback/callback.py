@@ -40,12 +40,12 @@ from ftcost_callback.planned_tokens import planned_tokens
 from ftcost_callback.rank_run import RankRun
 from ftcost_callback.records import PauseKind
 from ftcost_callback.resuming import identity_after, rank_identity_after, with_tokens_of_ranks_gone, with_unsaved_tail
-from ftcost_callback.rollouts import RolloutWatch
+from ftcost_callback.rollouts import EVALUATIONS, MethodWatch
 from ftcost_callback.run_file import read_ledger, run_file_path
 from ftcost_callback.session_opening import Training
 from ftcost_callback.session_plan import Identity, Plan, new_run_id
 from ftcost_callback.sinks.base import Sink
-from ftcost_callback.sinks.routes import trackers_without_figures
+from ftcost_callback.sinks.routes import tell_who_else_writes, trackers_without_figures
 from ftcost_callback.training_watch import let_go_of_left_trainings
 from ftcost_callback.wandb_guard import open_run_or_offline
 
@@ -57,10 +57,6 @@ _CALLBACK: Final = "callback"  # the part that is everything
 _owners: weakref.WeakKeyDictionary[Any, FTCostCallback] = weakref.WeakKeyDictionary()
 
 _Event = TypeVar("_Event", bound=Callable[..., None])
-
-
-def _nothing() -> None:
-    """In place of a run's own."""
 
 
 def _guarded(event: _Event) -> _Event:
@@ -95,6 +91,10 @@ class FTCostCallback(TrainerCallback):
     described device (``"probe"``: what ``ftcost probe`` stored), in place of what is recognised. ``output_dir``: where
     ``_ftcost/run.jsonl`` goes, if not the Trainer's. ``wandb_guard``: open the W&B run ourselves, offline if its server
     cannot be reached, so that this cannot end training. ``sinks``: in place of console and W&B.
+    ``detail``: "default", about a dozen keys in a tracker, or "full", all of them. ``predict``: whether to estimate the job
+    and compare. ``calibration``: a file of ``ftcost calibrate``, its content, or "auto". ``expert_load``: count the tokens
+    of each expert. ``peak_flops_per_second``: the device's dense peak for the MFU, where its card is not known.
+    ``sample_period_seconds``: between two looks at the GPU.
 
     Raises :class:`CostModelError` for a wrong argument; after construction it never raises.
     """
@@ -135,16 +135,24 @@ class FTCostCallback(TrainerCallback):
         self._wall_clock: Callable[[], float] = time.time
         self._boundary = Boundary()
         self._run: LiveRun | RankRun | None = None
-        self._rollouts = RolloutWatch(_nothing, _nothing)
+        self._wrapped: list[MethodWatch] = []
         self._state: Any = None  # of the training this callback is in
         self._inner_state: Any = None  # of a training inside this one, which is not measured
         self._begun_at_step = 0
+        self._max_steps: int | None = None  # by the Trainer's state, which others may change while it trains
         self._train_batch_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made while training or not, begins with no training of its own."""
-        at_rest = {"_run": None, "_state": None, "_inner_state": None, "_begun_at_step": 0, "_train_batch_size": None}
-        return vars(self) | at_rest | {"_boundary": Boundary(), "_rollouts": RolloutWatch(_nothing, _nothing)}
+        at_rest: dict[str, Any] = {
+            "_run": None,
+            "_wrapped": [],
+            "_state": None,
+            "_inner_state": None,
+            "_begun_at_step": 0,
+            "_train_batch_size": None,
+        }
+        return vars(self) | at_rest | {"_boundary": Boundary()}
 
     @property
     def sinks(self) -> list[Sink]:
@@ -185,9 +193,9 @@ class FTCostCallback(TrainerCallback):
             and state.train_batch_size != self._train_batch_size
         )
         before, self._run = self._run, None
-        self._rollouts.detach()
+        self._unwrap()
         same_run = before.abandon(retried_with=state.train_batch_size if shrunk else None) if before is not None else None
-        self._state, self._begun_at_step = state, state.global_step
+        self._state, self._begun_at_step, self._max_steps = state, state.global_step, state.max_steps
         model = kwargs["model"]
         owner = _owners.get(model)
         if owner is not None and owner is not self and owner._state is state:
@@ -226,6 +234,10 @@ class FTCostCallback(TrainerCallback):
         if missing := trackers_without_figures(args.report_to, self._sinks):
             note = f"{', '.join(missing)}: no figures of ours; ftcost_callback.attach(trainer) brings the main ones there"
             identity = dataclasses.replace(identity, notes=(*identity.notes, note))
+        if (order := trainer_adapter.unmodelled_order(args)) is not None:
+            identity = dataclasses.replace(identity, notes=(*identity.notes, order))
+        callbacks = getattr(getattr(_trainer(), "callback_handler", None), "callbacks", ())
+        self._boundary.call("other trackers", lambda: tell_who_else_writes(self._sinks, callbacks, self))
         self._run = live_run = LiveRun(
             self._settings,
             identity,
@@ -261,12 +273,21 @@ class FTCostCallback(TrainerCallback):
         self._watch_trainer(live_run)
 
     def _watch_trainer(self, run: LiveRun | RankRun) -> None:
-        """Whether it still trains, and where it generates what it trains on."""
+        """Whether it still trains and tells us so, and where it does something else than that."""
         trainer = _trainer()
-        if trainer is not None:
-            self._boundary.call("training watch", lambda: run.watch_training(trainer))
-        self._rollouts = RolloutWatch(run.rollout_begins, run.rollout_ends)
-        self._boundary.call("rollouts", lambda: self._rollouts.attach(_trainer()))
+        if trainer is None:
+            return
+        self._boundary.call("training watch", lambda: run.watch_training(trainer, is_removed=_removal_of(self, trainer)))
+        rollouts = MethodWatch(run.rollout_begins, run.rollout_ends)
+        evaluations = MethodWatch(run.evaluation_begins, run.evaluation_ends, EVALUATIONS)
+        self._wrapped = [rollouts, evaluations]
+        self._boundary.call("rollouts", lambda: rollouts.attach(trainer))
+        self._boundary.call("evaluations", lambda: evaluations.attach(trainer))
+
+    def _unwrap(self) -> None:
+        wrapped, self._wrapped = self._wrapped, []
+        for each in wrapped:
+            each.detach()
 
     def _order_batches(self, args: Any, state: Any, loader: Any) -> str | None:
         try:
@@ -283,9 +304,10 @@ class FTCostCallback(TrainerCallback):
     @_guarded
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, self._run = self._run, None
-        self._rollouts.detach()
+        self._unwrap()
         self._state = self._train_batch_size = None
         if run is not None:
+            self._look_at_max_steps(run, state)
             try:
                 run.end()
             finally:
@@ -293,7 +315,7 @@ class FTCostCallback(TrainerCallback):
 
     def _release(self) -> None:
         run, self._run = self._run, None
-        self._rollouts.detach()
+        self._unwrap()
         if run is not None:
             run.release()
 
@@ -352,8 +374,14 @@ class FTCostCallback(TrainerCallback):
             control.should_training_stop = True
         if self._run is None:
             return
+        self._look_at_max_steps(self._run, state)
         if self._run.step_ends(state.global_step, pauses_to_come=_pauses_to_come(control)):
             control.should_save = control.should_training_stop = True
+
+    def _look_at_max_steps(self, run: LiveRun | RankRun, state: Any) -> None:
+        if state.max_steps != self._max_steps:
+            self._max_steps = state.max_steps
+            run.plan_changes(state.max_steps)
 
     @_guarded
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -416,6 +444,25 @@ def _eval_dataset() -> Any:
 def _trainer() -> Any:
     """The Trainer whose training loop this is."""
     return _training_loop_locals().get("self")
+
+
+def _removal_of(callback: FTCostCallback, trainer: Any) -> Callable[[], bool]:
+    """Whether ``callback`` is no longer among those of ``trainer``, and has let go of it; for one that was never among them,
+    and is told in another way, never."""
+    ours, its = weakref.ref(callback), weakref.ref(trainer)
+
+    def is_removed() -> bool:
+        callback, trainer = ours(), its()
+        if callback is None or trainer is None:
+            return False
+        if any(each is callback for each in trainer.callback_handler.callbacks):
+            return False
+        callback._unwrap()
+        callback._run = callback._state = None
+        return True
+
+    is_among_them = any(each is callback for each in trainer.callback_handler.callbacks)
+    return is_removed if is_among_them else lambda: False
 
 
 def _folder_of_training(args: Any) -> str:

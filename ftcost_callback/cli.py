@@ -20,7 +20,8 @@ __all__ = ["app", "main"]
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="A run.jsonl, its _ftcost folder, or the output_dir of a run.")
+    list[Path],
+    typer.Argument(metavar="RUN...", help="A run.jsonl, its _ftcost folder, a run's output_dir, or a checkpoint in it."),
 ]
 
 

@@ -348,13 +348,13 @@ def _on_plan_by_median(estimate: Mapping[str, Any], measured: Measured) -> str |
 
 
 def _calibrate_advice(estimate: Mapping[str, Any], measured: Measured) -> str:
-    """Says so where the median step, which `ftcost calibrate` goes by, is not the mean."""
+    """Says so where single long steps, which `ftcost calibrate` leaves out, move the mean."""
     median, mean = (
         _ratio(seconds, estimate["step_seconds"]) for seconds in (measured.median_step_seconds, measured.step_seconds)
     )
     by_median = ""
     if median is not None and mean is not None and abs(median / mean - 1) > ON_PLAN_SHARE:
-        by_median = f", which goes by the median step ({median:.2f}x),"
+        by_median = f", which leaves out steps of over twice the typical (the median is {median:.2f}x),"
     return f"`ftcost calibrate` on this run{by_median} makes the next estimate closer"
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
 from ftcost_callback.expert_sites import (
     ExpertSite,
@@ -90,7 +90,7 @@ class ArgumentHook(_SiteHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_compiling():
-            return self._tapped(args, kwargs)
+            return None if is_exporting() else self._tapped(args, kwargs)  # an exported program is not ours
         counter = self._counter
         if counter.is_open:
             try:
@@ -118,7 +118,7 @@ class OutputHook(_SiteHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if is_compiling():
-            return self._tapped(output) if self._shows_choice_in_graph else None
+            return self._tapped(output) if self._shows_choice_in_graph and not is_exporting() else None
         if self._counter.is_open:
             try:
                 self._counter.seen(output, self._place)
@@ -242,6 +242,8 @@ class ExpertLoadCounter:
             return
         if self._pending:
             self.close_window()  # the forward before was broken off
+        if forward.hides_padding:
+            self._odd_shape = "attention_mask does not say what is padding, so padding is counted"
         of_decoder = forward.decoder_real_tokens if self._has_decoder else None
         self._reals, self._may_hold, self._num_in_graph = (forward.real_tokens, of_decoder), True, 0
         if self._called:

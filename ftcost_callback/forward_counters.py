@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.expert_load import ExpertLoadCounter
@@ -15,6 +15,8 @@ from ftcost_callback.records import ExpertLoad, TokenCounts
 from ftcost_callback.token_counter import PendingTokens, TokenCounter, label_rule
 
 _log = logging.getLogger("ftcost_callback")
+
+MAX_FAILURES: Final = 3
 
 
 class ForwardCounters:
@@ -31,7 +33,10 @@ class ForwardCounters:
         self._experts: ExpertLoadCounter | None = None
         self._expert_tokens: int | None = 0  # non-padding, over the forwards since the experts were taken
         self._not_recorded_reason: str | None = None
-        self._said_no_tokens = False
+        self._said_missing: set[str] = set()
+        self._num_failures = 0  # of the token counter
+        self.is_in_batch = True  # false outside a step's own forwards, where somebody may call the model for something else
+        self.accepts_forwards: Callable[[], bool] | None = None  # asked in place of it; must not raise
         self.batch_shape: tuple[int, int] | None = None  # of the last training forward
         self.on_forward: Callable[[], None] = lambda: None  # before each training forward; must not raise
         self.on_phase: Callable[[Phase], None] = lambda phase: None  # told what begins; must not raise
@@ -40,6 +45,7 @@ class ForwardCounters:
     def attach(self, model: Any, *, num_processes: int, expert_load: bool) -> None:
         self._tokens = TokenCounter(label_rule(model), use_num_items_in_batch=num_processes == 1)
         self._boundary.on_failure("token counter", self._drop_tokens)
+        self._window.accepts = self._accepts
         self._window.attach(model)
         if expert_load:
             self._boundary.on_failure("expert load", self._drop_experts)
@@ -65,6 +71,9 @@ class ForwardCounters:
         self._window.detach()
         self._drop_experts()
 
+    def _accepts(self) -> bool:
+        return self.accepts_forwards() if self.accepts_forwards is not None else self.is_in_batch
+
     def _open_forward(self, forward: TrainingForward) -> None:
         self.on_forward()
         self.on_phase("forward")
@@ -74,7 +83,7 @@ class ForwardCounters:
             try:
                 self._tokens.open_forward(forward)
             except Exception as error:
-                self._boundary.failed("token counter", error)
+                self._not_counted(error)
         if self._experts is not None:
             try:
                 self._experts.open_forward(forward)
@@ -114,30 +123,43 @@ class ForwardCounters:
             try:
                 return self._tokens.take_step()
             except Exception as error:
-                self._boundary.failed("token counter", error)
+                self._not_counted(error)
         return PendingTokens()
+
+    def _not_counted(self, error: Exception) -> None:
+        """Nothing is known of this step's tokens. An odd step costs no other; what fails on and on is switched off."""
+        self._num_failures += 1
+        if self._tokens is None or self._num_failures >= MAX_FAILURES:
+            self._boundary.failed("token counter", error)
+            return
+        self._tokens.spoil()
+        _log.warning(
+            "ftcost: the tokens of one step are not known (%s: %s); training goes on",
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
 
     def read(self, pending: PendingTokens) -> TokenCounts | None:
         """The counts of a step that is over, in the order they were taken."""
         counts = self._boundary.call("token counter", pending.read)
         counts = counts if counts is not None else TokenCounts()
-        self._note_missing_tokens(counts)
-        if self._expert_tokens is not None:
+        self._note_missing_tokens(counts, pending.why_unknown)
+        if self._expert_tokens is not None and not counts.shows_nothing:
             real = counts.num_non_padding_tokens
             self._expert_tokens = self._expert_tokens + real if real is not None else None
         return counts
 
-    def _note_missing_tokens(self, counts: TokenCounts) -> None:
-        if self._tokens is None or self._said_no_tokens or counts.num_tokens is not None:
+    def _note_missing_tokens(self, counts: TokenCounts, why: str | None) -> None:
+        if self._tokens is None:
             return
-        self._said_no_tokens = True
-        if self._tokens.saw_forward:
-            _log.warning("ftcost: the model is not given input_ids, so samples are counted and tokens are not")
-        else:
-            _log.warning(
-                "ftcost: no training forward of the model was seen (compiled before the callback attached?); "
-                "tokens are not counted"
-            )
+        if counts.shows_nothing and self._tokens.saw_forward:
+            why = "no training forward of the model was seen in a step (its batch was skipped?); token counts leave it out"
+        elif counts.shows_nothing:
+            why = "no training forward of the model was seen (compiled before we attached?), so tokens are not counted"
+        if why is not None and why not in self._said_missing:
+            self._said_missing.add(why)
+            _log.warning("ftcost: %s", why)
 
     def take_experts(self, global_step: int) -> ExpertLoad | None:
         """The load since the last call, for the record. ``None``: dense, nothing new, or said before why not."""

@@ -8,6 +8,7 @@ checkpointing computes again runs in the backward, when the window is closed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -23,17 +24,18 @@ class TrainingForward:
     """The keyword arguments of one training forward, read without touching them.
 
     ``batch_shape``: (rows, padded length) of the tokens, or ``None`` for a model that is not given tokens.
-    ``padding_mask``: (rows, length), 0 where a token is padding; ``None`` without such a mask.
+    ``padding_mask``: (rows, length), 0 where a token is padding; ``None`` without such a mask. ``hides_padding``: there is a
+    mask, but of another shape (four dimensions say who attends to whom), so nobody can say which tokens are padding.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
         self.batch_shape = shape = self._batch_shape()
         mask = arguments.get("attention_mask")
-        # A mask of four dimensions says who attends to whom, not what is padding.
         self.padding_mask: Tensor | None = (
             mask if shape is not None and isinstance(mask, Tensor) and mask.shape == shape else None
         )
+        self.hides_padding = mask is not None and self.padding_mask is None and shape is not None
         self._not_padding: Tensor | None = None
 
     def tensor(self, name: str) -> Tensor | None:
@@ -49,6 +51,15 @@ class TrainingForward:
         if embeddings is None or embeddings.dim() != 3:
             return None
         return (embeddings.shape[0], embeddings.shape[1])
+
+    @property
+    def why_no_shape(self) -> str:
+        """Why ``batch_shape`` is ``None``."""
+        for name, wanted in (("input_ids", "(rows, length)"), ("inputs_embeds", "(rows, length, width)")):
+            value = self.tensor(name)
+            if value is not None:
+                return f"{name} has the shape {tuple(value.shape)} and not {wanted}"
+        return "the model is not given input_ids"
 
     @cached_property
     def sequence_starts(self) -> Tensor | None:
@@ -116,7 +127,7 @@ class _RootHook:
 class _OpenHook(_RootHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled() and not is_traced():
             self._window.opens(args, kwargs)
 
 
@@ -125,6 +136,34 @@ class _CloseHook(_RootHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._window.is_open:
             self._window.closes(sys.exc_info()[1] if output is None else None)
+
+
+def is_traced() -> bool:
+    """Whether a program is made of the forward (``torch.export``, ``torch.jit.trace``), or it runs under a transform of
+    ``torch.func``: its tensors have no values, or stand for many."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return True
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# Wrappers whose forward passes on whatever it is given, and where they keep the model.
+_INNER: Final = ("module", "_orig_mod", "base_model", "model")
+
+
+def positional_names(model: nn.Module) -> tuple[str, ...]:
+    """What the forward of ``model`` calls its positional arguments, in order; of the model inside for a wrapper."""
+    found: nn.Module | None = model
+    while found is not None:
+        try:
+            parameters = inspect.signature(found.forward).parameters.values()
+        except (TypeError, ValueError):
+            return ()
+        names = tuple([each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)])
+        if names:
+            return names
+        inner = (getattr(found, name, None) for name in _INNER)
+        found = next((each for each in inner if isinstance(each, nn.Module) and each is not found), None)
+    return ()
 
 
 def no_op_reduction() -> tuple[Any, ...]:
@@ -137,6 +176,10 @@ def no_op_reduction() -> tuple[Any, ...]:
 
 def no_op_hook() -> Any:
     return contextlib.nullcontext().__exit__
+
+
+def _are_indices(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 class ForwardWindow:
@@ -153,10 +196,14 @@ class ForwardWindow:
         self._on_close = on_close
         self._on_error = on_error
         self._handles: list[Any] = []
+        self._positional: tuple[str, ...] = ()
         self.is_open = False
+        self.accepts: Callable[[], bool] = lambda: True
+        """Whether a forward that begins now is one of training. Must not raise."""
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
+        self._positional = positional_names(model)
         self._handles = [
             model.register_forward_pre_hook(_OpenHook(self), with_kwargs=True),
             model.register_forward_hook(_CloseHook(self), always_call=True),
@@ -169,8 +216,12 @@ class ForwardWindow:
         self.is_open = False
 
     def opens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args and "input_ids" not in kwargs:
-            kwargs = {**kwargs, "input_ids": args[0]}
+        if not self.accepts():
+            return
+        if args:
+            kwargs = {**dict(zip(self._positional, args, strict=False)), **kwargs}
+            if "input_ids" not in kwargs and "inputs_embeds" not in kwargs and _are_indices(args[0]):
+                kwargs["input_ids"] = args[0]
         self.is_open = True
         self._on_open(TrainingForward(kwargs))
 

@@ -76,10 +76,13 @@ class LiveReport:
     def spent_usd(self, elapsed_seconds: float) -> float | None:
         return self._opened.spending.usd(elapsed_seconds)
 
+    def plan_changes(self, plan: Plan) -> None:
+        self._parts = dataclasses.replace(self._parts, plan=plan)
+
     def steps_are_over(self, steps: Sequence[StepTiming]) -> None:
         planned = self._opened.planned_tokens
         if planned is not None:
-            for step in steps:
+            for step in (each for each in steps if not each.tokens.shows_nothing):
                 planned.seen(step.global_step, step.tokens.num_tokens)
 
     def make(
@@ -88,7 +91,7 @@ class LiveReport:
         """Take stock, tell the sinks, and complete the last step's row with what is known only now."""
         parts, call = self._parts, self._parts.boundary.call
         self._last_step = global_step
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"trainer_logs_next": not pauses_to_come.isdisjoint(("log", "eval"))}
         if with_experts:
             call("expert load", lambda: self._take_experts(extra))
         call("GPU sampler", parts.gpu.take_window)

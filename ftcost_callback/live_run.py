@@ -163,6 +163,7 @@ class LiveRun(ProcessRun):
         self._pauses_to_come = pauses_to_come
         profiler = self._profiler if self._profiler is not None and self._profiler.is_profiling else None
         self._steps.ends(global_step, is_profiled=profiler is not None)
+        self.counters.is_in_batch = not self._tells_batches
         profile = self._boundary.call("profiler", lambda: profiler.step_ends(global_step)) if profiler is not None else None
         if profile is not None:
             self._keep_profile(profile)
@@ -219,6 +220,9 @@ class LiveRun(ProcessRun):
         report, resolved = self._begun, self._steps.resolve(wait=wait)
         report.steps_are_over([timing for _, timing in resolved])
         spent_usd = report.spent_usd
+        for _, timing in resolved:
+            if timing.eval_seconds:
+                self.record.write_pause("eval", timing.eval_seconds, global_step=timing.global_step)
         return [
             step_row(
                 step, timing, session_index=self.identity.session_index, spent_usd=spent_usd(timing.elapsed_seconds)
@@ -227,6 +231,16 @@ class LiveRun(ProcessRun):
         ]  # fmt: skip
 
     # --- pauses -------------------------------------------------------------------------------------------------------
+
+    def evaluation_begins(self) -> None:
+        if self.in_step:
+            self._boundary.call("peak memory", self._peaks.step_ends)
+        super().evaluation_begins()
+
+    def evaluation_ends(self) -> None:
+        super().evaluation_ends()
+        if self.in_step:
+            self._boundary.call("peak memory", self._peaks.pause_ends)
 
     def trainer_logged(self, values: Mapping[str, Any]) -> None:
         """The Trainer has logged ``values``: for the sinks that show them against what the run has cost."""
@@ -324,6 +338,10 @@ class LiveRun(ProcessRun):
             is_cuda=self._is_cuda,
         )
         say(lines)
+
+    def plan_changes(self, max_steps: int) -> None:
+        super().plan_changes(max_steps)
+        self._begun.plan_changes(self._plan)
 
     def epoch_failed(self, error: BaseException) -> None:
         if self._may_be_retried and is_out_of_memory(error):

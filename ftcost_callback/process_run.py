@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import logging
 import os
@@ -54,25 +55,56 @@ class ProcessRun:
         self._plan = plan
         self._boundary = boundary
         self._clock = clock
-        self._output_dir = Path(output_dir)
+        self._output_dir = Path(os.path.abspath(output_dir))  # the program may change its folder while it trains
         self.recorder = StepRecorder(clock, window_steps=window_steps, skip_first_steps=skip_first_steps)
         self.counters = ForwardCounters(boundary, self.epoch_failed)
         self.record = RecordWriter(boundary, clock)
         self._steps = StepResolution(self.recorder, self.counters, boundary, clock)
         self._watch: TrainingWatch | None = None
         self._epochs: WrappedMethod | None = None
+        self._is_removed: Callable[[], bool] = lambda: False
+        self._tells_batches = False  # a Trainer says when a step's batches begin and end
         self._may_be_retried = False  # auto_find_batch_size begins again with a smaller batch
 
     # --- whether it still trains --------------------------------------------------------------------------------------
 
-    def watch_training(self, trainer: Any) -> None:
-        """``trainer`` has a loop of its own, which an exception may leave without an event."""
+    def watch_training(self, trainer: Any, *, is_removed: Callable[[], bool] = lambda: False) -> None:
+        """``trainer`` has a loop of its own, which an exception may leave without an event. ``is_removed``: whether it tells
+        this run nothing any more."""
+        self._is_removed = is_removed
         self._watch = TrainingWatch(trainer, self.left, closely=self._looks_closely)
         self._epochs = WrappedMethod(
-            trainer, EPOCH, functools.partial(_telling_of_errors, weakref.WeakMethod(self.epoch_failed))
+            trainer,
+            EPOCH,
+            functools.partial(
+                _telling_of_errors, weakref.WeakMethod(self.epoch_failed), weakref.WeakMethod(self.look_if_removed)
+            ),
         )
         self._may_be_retried = bool(getattr(getattr(trainer, "args", None), "auto_find_batch_size", False))
         self.counters.on_forward = self._forward_begins
+        self._tells_batches = True
+        self.counters.is_in_batch = False
+        self.counters.accepts_forwards = self._accepts_forward
+
+    def _accepts_forward(self) -> bool:
+        """Whether a forward that begins now is one of a step's own."""
+        if self.look_if_removed():
+            return False
+        if not self.counters.is_in_batch:
+            self._forward_begins()  # of another training, perhaps, which is left open to nothing of ours
+        return self.counters.is_in_batch
+
+    def look_if_removed(self) -> bool:
+        """Whether the Trainer tells us nothing any more; the run then ends here. Must not raise."""
+        if self._is_removed():
+            self._is_removed = lambda: False
+            _log.warning(
+                "ftcost: the callback was removed while training; its record ends at step %d", self._steps.last_step
+            )
+            self._boundary.call("end of the record", self.end)
+            self.release()
+            return True
+        return False
 
     def holds_another(self, trainer: Any) -> bool:
         """Whether ``trainer`` begins inside this training."""
@@ -95,6 +127,7 @@ class ProcessRun:
     def step_begins(self, *, awaits_batch: bool = False) -> None:
         """The batches of the next step have arrived; ``awaits_batch``: they are waited for until its first forward."""
         self._steps.begins(awaits_batch=awaits_batch)
+        self.counters.is_in_batch = True
         if self._watch is not None and not self._watch.is_following:
             self._boundary.call("training watch", self._watch.step_begins)
 
@@ -130,6 +163,7 @@ class ProcessRun:
         self._steps.phase_begins("optimizer")
 
     def optimizer_ends(self) -> None:
+        self.counters.is_in_batch = not self._tells_batches
         self._steps.phase_begins("other")
 
     def rollout_begins(self) -> None:
@@ -138,6 +172,13 @@ class ProcessRun:
 
     def rollout_ends(self) -> None:
         self._boundary.call("rollouts", self._steps.rollout_ends)
+
+    def evaluation_begins(self) -> None:
+        """Of a Trainer's evaluation or prediction, also where nobody planned it: in another callback, or in a loss."""
+        self._boundary.call("evaluations", self._steps.evaluation_begins)
+
+    def evaluation_ends(self) -> None:
+        self._boundary.call("evaluations", self._steps.evaluation_ends)
 
     def step_ends(self, global_step: int, *, pauses_to_come: frozenset[PauseKind] = frozenset()) -> bool:
         """The optimizer has stepped; ``pauses_to_come`` follow it. True: training should stop (and save)."""
@@ -169,6 +210,10 @@ class ProcessRun:
         self.record.flush()
         self._boundary.call("checkpoint ledger", write)
 
+    def plan_changes(self, max_steps: int) -> None:
+        """Training will end elsewhere than was said at its start."""
+        self._plan = dataclasses.replace(self._plan, max_steps=max_steps if max_steps > 0 else None)
+
     def epoch_failed(self, error: BaseException) -> None:
         """``error`` leaves a forward or the epoch, and goes on to whom it belongs. Must not raise."""
 
@@ -178,6 +223,10 @@ class ProcessRun:
 
     def _interpreter_exits(self) -> None:
         """Training never ended in order."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """In order."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -202,18 +251,23 @@ class ProcessRun:
 
 
 def _telling_of_errors(
-    told: weakref.WeakMethod[Callable[[BaseException], None]], method: Callable[..., Any]
+    told: weakref.WeakMethod[Callable[[BaseException], None]],
+    look: weakref.WeakMethod[Callable[[], bool]],
+    method: Callable[..., Any],
 ) -> Callable[..., Any]:
     """No event is fired for an exception, and who catches it may let it go before anything of ours is called again."""
 
     @functools.wraps(method)
     def telling(*args: Any, **kwargs: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
         except Exception as error:
             epoch_failed = told()
             if epoch_failed is not None:
                 epoch_failed(error)
             raise
+        if (look_if_removed := look()) is not None:
+            look_if_removed()
+        return result
 
     return telling

@@ -182,13 +182,19 @@ class _RankFile:
         self._steps = _Rows(path, run_id, Step.TYPE)
         self._expert_loads = _Rows(path, run_id, ExpertLoad.TYPE)
         self._sessions = _Rows(path, run_id, RankSession.TYPE)
-        self.sums: dict[str, int | None] = dict.fromkeys(COUNTS, 0)
-        """Over the rows taken so far and what earlier sessions had counted by this rank's ledger."""
+        self._sums: dict[str, int | None] = dict.fromkeys(COUNTS, 0)
+        self._num_steps = self._num_uncounted = 0
+
+    @property
+    def sums(self) -> dict[str, int | None]:
+        """Over the rows taken so far and what earlier sessions had counted by this rank's ledger; a row that shows nothing
+        is left out, as in the main process's sums."""
+        return dict.fromkeys(COUNTS, None) if 0 < self._num_steps == self._num_uncounted else self._sums
 
     def begin_session(self, session_index: int) -> None:
         row = self._sessions.at(session_index, 0)
         if row is not None and (earlier := row.get("earlier_tokens")) is not None:
-            self.sums = {name: earlier.get(name) for name in COUNTS}
+            self._sums = {name: earlier.get(name) for name in COUNTS}
 
     def read_to_the_end(self) -> None:
         while (place := self._steps.next_place) is not None:
@@ -196,15 +202,19 @@ class _RankFile:
             self.step(*place)
 
     def forget(self) -> None:
-        self.sums = dict.fromkeys(COUNTS, 0)
+        self._sums = dict.fromkeys(COUNTS, 0)
 
     def step(self, session_index: int, global_step: int) -> _Mapping | None:
         row = self._steps.at(session_index, global_step)
         if row is not None:
             count = row.get("num_steps", 1)
+            self._num_steps += 1
+            if all(row.get(name) is None for name in COUNTS):
+                self._num_uncounted += 1
+                return row
             for name in COUNTS:
                 value = row.get(name)
-                self.sums[name] = _sum([self.sums[name], value * count if value is not None else None])
+                self._sums[name] = _sum([self._sums[name], value * count if value is not None else None])
         return row
 
     def expert_loads(self, session_index: int, global_step: int) -> list[_Mapping]:

@@ -47,7 +47,8 @@ class Totals:
     data_wait_seconds: float = 0.0
     wasted_seconds: float = 0.0  # steps that an earlier session had done already, part of train_seconds
     num_steps: int = 0  # executed, repeated ones included
-    num_tokens: int | None = 0  # None once a step did not show it
+    num_uncounted_steps: int = 0  # of them, those whose tokens nobody saw; the counts below are of the others
+    num_tokens: int | None = 0  # None once a step did not show it, and where no step was counted
     num_non_padding_tokens: int | None = 0
     num_supervised_tokens: int | None = 0
     num_samples: int | None = 0
@@ -72,14 +73,26 @@ class Totals:
         """With ``amounts`` added to the named fields."""
         return dataclasses.replace(self, **{name: getattr(self, name) + amount for name, amount in amounts.items()})
 
-    def plus_tokens(self, counts: TokenCounts) -> Totals:
-        """With one step's tokens; a count that a step does not show is unknown from there on."""
+    def plus_tokens(self, counts: TokenCounts, *, num_steps: int = 1) -> Totals:
+        """With the tokens of ``num_steps`` steps that are counted in already. Steps that show nothing are left out of the
+        counts; a count that is missing beside others is unknown from there on."""
+        if counts.shows_nothing:
+            return dataclasses.replace(self, num_uncounted_steps=self.num_uncounted_steps + num_steps)
         return dataclasses.replace(
             self,
             num_tokens=_sum(self.num_tokens, counts.num_tokens),
             num_non_padding_tokens=_sum(self.num_non_padding_tokens, counts.num_non_padding_tokens),
             num_supervised_tokens=_sum(self.num_supervised_tokens, counts.num_supervised_tokens),
             num_samples=_sum(self.num_samples, counts.num_samples),
+        )
+
+    def with_known_tokens(self) -> Totals:
+        """Without token counts where no step was counted."""
+        nothing = 0 < self.num_steps <= self.num_uncounted_steps
+        if not nothing:
+            return self
+        return dataclasses.replace(
+            self, num_tokens=None, num_non_padding_tokens=None, num_supervised_tokens=None, num_samples=None
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +116,7 @@ def _sum(first: int | None, second: int | None) -> int | None:
     return None if first is None or second is None else first + second
 
 
-Phase = Literal["forward", "backward", "optimizer", "rollout", "other"]
+Phase = Literal["forward", "backward", "optimizer", "rollout", "eval", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +148,7 @@ class StepTiming:
     is_warm_up: bool  # or slowed by a profiler: left out of rates
     num_micro_batches: int = 1
     rollout_seconds: float = 0.0  # outside step_seconds
+    eval_seconds: float = 0.0  # of an evaluation in the middle of the step: outside step_seconds, too
     phases: PhaseSeconds | None = None
 
 
@@ -239,11 +253,13 @@ class Pace:
 
 
 class _TokenSums:
-    """Running sums of a step's counts; one that a step does not show is unknown from there on."""
+    """Running sums of a step's counts; one that a counted step does not show is unknown from there on."""
 
     __slots__ = TOKEN_FIELDS
 
     def __init__(self, start: Totals | None = None) -> None:
+        if start is not None and 0 < start.num_steps <= start.num_uncounted_steps:
+            start = None  # nothing was counted, and these sums are of what is
         self.num_tokens: int | None = start.num_tokens if start is not None else 0
         self.num_non_padding_tokens: int | None = start.num_non_padding_tokens if start is not None else 0
         self.num_supervised_tokens: int | None = start.num_supervised_tokens if start is not None else 0
@@ -347,7 +363,8 @@ class StepRecorder:
         self._pauses: dict[PauseKind, deque[tuple[int, float]]] = {}
         self._mark: float | None = None
         self._furthest_step = 0
-        self._num_session_steps = 0
+        self._num_session_steps = self._num_uncounted_steps = 0
+        self._any_counted = False  # a step of this session
         self._is_closed = False
         self._seconds = dict.fromkeys(BUCKETS, 0.0)
         self._data_wait_seconds = self._wasted_seconds = 0.0
@@ -365,7 +382,7 @@ class StepRecorder:
         self._seconds = earlier.seconds
         self._seconds["startup_seconds"] += max(0.0, startup_seconds)
         self._data_wait_seconds, self._wasted_seconds = earlier.data_wait_seconds, earlier.wasted_seconds
-        self._num_steps = earlier.num_steps
+        self._num_steps, self._num_uncounted_steps = earlier.num_steps, earlier.num_uncounted_steps
         self._tokens = _TokenSums(earlier)
         self._furthest_step = furthest_step
         self._mark = self._clock()
@@ -382,7 +399,8 @@ class StepRecorder:
             num_non_padding_tokens=self._tokens.num_non_padding_tokens,
             num_supervised_tokens=self._tokens.num_supervised_tokens,
             num_samples=self._tokens.num_samples,
-        )
+            num_uncounted_steps=self._num_uncounted_steps,
+        ).with_known_tokens()
 
     @property
     def session(self) -> StepAggregate:
@@ -414,30 +432,43 @@ class StepRecorder:
         ended_at: float | None = None,
         num_micro_batches: int = 1,
         rollout_seconds: float = 0.0,
+        eval_seconds: float = 0.0,
         phases: PhaseSeconds | None = None,
         is_profiled: bool = False,
     ) -> StepTiming:
         """One optimizer step ends now, or ended at ``ended_at`` (clock time, when a device tells later).
 
-        ``rollout_seconds`` of it went into generating what it trains on: no part of its training time. ``is_profiled``: a
-        profiler slowed it down, so that it is left out of rates as warm-up is.
+        ``rollout_seconds`` of it went into generating what it trains on, ``eval_seconds`` into an evaluation that somebody
+        did in its middle: no part of its training time. ``is_profiled``: a
+        profiler slowed it down, so that it is left out of rates as warm-up is. So is a step whose forwards nobody saw (its
+        batch was skipped), where those of other steps are seen.
         """
         counts = tokens if tokens is not None else TokenCounts()
-        with_rollout = self._advance(ended_at)
+        whole = self._advance(ended_at)
+        evaluation = min(max(0.0, eval_seconds), whole)
+        with_rollout = whole - evaluation
         rollout = min(max(0.0, rollout_seconds), with_rollout)
         seconds = with_rollout - rollout
         data_wait = min(max(0.0, data_wait_seconds), seconds)
         repeated = global_step <= self._furthest_step
         self._seconds["train_seconds"] += seconds
         self._seconds["rollout_seconds"] += rollout
+        self._seconds["eval_seconds"] += evaluation
         self._data_wait_seconds += data_wait
         self._wasted_seconds += with_rollout if repeated else 0.0
         self._num_steps += 1
-        self._tokens.add(counts)
+        is_uncounted = counts.shows_nothing
+        if is_uncounted:
+            self._num_uncounted_steps += 1
+        else:
+            self._tokens.add(counts)
+            if not self._any_counted:
+                self._any_counted = True
+                self._forget_measured()  # the steps so far, of which no tokens are known
         self._num_session_steps += 1
         if self.first_step_seconds is None:
             self.first_step_seconds = seconds
-        is_warm_up = self._num_session_steps <= self._skip_first_steps or is_profiled
+        is_warm_up = self._num_session_steps <= self._skip_first_steps or is_profiled or (is_uncounted and self._any_counted)
         if not is_warm_up:
             self._recent.append((with_rollout, counts.num_tokens))
             self._session.add(seconds, data_wait, num_micro_batches, counts, phases)
@@ -454,8 +485,14 @@ class StepRecorder:
             is_warm_up=is_warm_up,
             num_micro_batches=num_micro_batches,
             rollout_seconds=rollout,
+            eval_seconds=evaluation,
             phases=phases,
         )
+
+    def _forget_measured(self) -> None:
+        self._recent.clear()
+        self._session, self._report = _StepSums(), _StepSums()
+        self.moments, self.windows = StepMoments(), StepWindows()
 
     def pause(self, kind: PauseKind, *, global_step: int = 0, ended_at: float | None = None) -> float:
         """What passed since the mark was a pause of this kind. Returns its seconds."""

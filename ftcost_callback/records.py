@@ -67,6 +67,7 @@ class Session(Row):
     earlier_seconds: dict[str, float] | None = None  # bucket -> seconds over earlier sessions
     earlier_tokens: dict[str, int] | None = None  # num_tokens, num_non_padding_tokens, num_supervised_tokens
     earlier_num_steps: int | None = None  # executed by earlier sessions, repeated ones included
+    earlier_num_uncounted_steps: int | None = None  # of them, those whose tokens nobody saw
     earlier_data_wait_seconds: float | None = None  # part of their training seconds
     earlier_wasted_seconds: float | None = None  # of their repeated steps
     max_steps: int | None = None
@@ -121,6 +122,11 @@ class TokenCounts:
     num_samples: int | None = None
     longest_sequence_tokens: int | None = None
     sum_squared_sequence_tokens: float | None = None  # sum over samples of the padded length squared, for attention
+
+    @property
+    def shows_nothing(self) -> bool:
+        """No forward of the step was seen."""
+        return self.num_tokens is None and self.num_samples is None and self.num_supervised_tokens is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +292,7 @@ class Summary(Row):
     rollout_seconds: float | None = None  # None: nothing is generated in training
     wasted_seconds: float | None = None  # repeated steps and the unsaved tail of crashed sessions, part of the above
     num_steps: int | None = None
+    num_uncounted_steps: int | None = None  # of them, those whose tokens nobody saw: the counts are of the others
     num_tokens: int | None = None  # of the main process; readers replace it by the sum over all of them
     num_non_padding_tokens: int | None = None
     num_supervised_tokens: int | None = None

@@ -27,7 +27,7 @@ def read_series(path: Path) -> RunSeries:
     file = find_record(Path(path))
     reader = _Reader(file)
     try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
+        with file.open(encoding="utf-8-sig", errors="replace") as lines:
             reader.read(lines)
     except OSError as error:
         raise CostModelError(f"{file}: cannot be read: {error.strerror or error}") from None

@@ -232,6 +232,7 @@ def summary_of(
         wall_seconds=totals.wall_seconds,
         **_same(totals, BUCKETS) | {"rollout_seconds": totals.rollout_seconds or None},
         **_same(totals, _COUNTED),
+        num_uncounted_steps=totals.num_uncounted_steps if 0 < totals.num_uncounted_steps < totals.num_steps else None,
         spent_usd=standing.spent_usd,
         num_sessions_in_rates=num_sessions_in_rates,
         step_seconds_mean=steps.step_seconds,

@@ -331,9 +331,9 @@ class RunRecord:
 def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ranks: bool = True) -> RunRecord:
     """The last run in a record (or the one named ``run_id``), its tokens and expert loads summed over its processes.
 
-    ``path``: the file, its ``_ftcost`` folder, or the ``output_dir`` above it. ``all_ranks=False``: the main process
-    alone. A line that was cut off, a row of an unknown type or with a value of the wrong kind, and unknown fields are passed
-    over. Raises :class:`CostModelError` for anything that is no run record.
+    ``path``: as :func:`find_record` takes it. ``all_ranks=False``: the main process alone. A line that was cut off, a row of
+    an unknown type or with a value of the wrong kind, and unknown fields are passed over. Raises :class:`CostModelError` for
+    anything that is no run record.
     """
     file = find_record(Path(path))
     rows: list[Mapping[str, Any]] = []
@@ -373,7 +373,7 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ran
         raise CostModelError(f"{file} holds no run {wanted!r}; it holds {known}")
     return dataclasses.replace(
         record,
-        totals=totals.totals,
+        totals=totals.totals.with_known_tokens(),
         spent_usd=totals.spent_usd,
         num_unread_lines=num_unread_lines,
         remarks=ranks.remarks if ranks is not None else [],
@@ -396,8 +396,10 @@ class _RowTotals:
                 tokens = row.get("earlier_tokens") or {}
                 known = {name: earlier.get(name, 0.0) for name in BUCKETS}
                 known |= {name: tokens.get(name) for name in TOKEN_FIELDS if name != "num_samples"}
-                for name in ("num_steps", "data_wait_seconds", "wasted_seconds"):  # absent in older records
+                for name in ("num_steps", "num_uncounted_steps", "data_wait_seconds", "wasted_seconds"):
                     known |= {name: value} if (value := row.get(f"earlier_{name}")) is not None else {}
+                if 0 < known.get("num_steps", 0) <= known.get("num_uncounted_steps", 0):
+                    known |= dict.fromkeys(TOKEN_FIELDS, 0)  # nothing was counted, and these sums are of what is
                 self.totals = dataclasses.replace(self.totals, **known)
             self.totals = self.totals.plus(startup_seconds=row.get("startup_seconds", 0.0))
         elif kind == Step.TYPE:
@@ -410,7 +412,7 @@ class _RowTotals:
                 rollout_seconds=row.get("rollout_seconds", 0.0) * count,
                 wasted_seconds=seconds + row.get("rollout_seconds", 0.0) * count if row.get("repeated") else 0.0,
                 num_steps=count,
-            ).plus_tokens(TokenCounts(**tokens))
+            ).plus_tokens(TokenCounts(**tokens), num_steps=count)
             self.spent_usd = row.get("spent_usd", self.spent_usd)
         elif kind == Pause.TYPE:
             self.totals = self.totals.plus(**{f"{row['kind']}_seconds": row["seconds"]})
@@ -419,11 +421,16 @@ class _RowTotals:
 
 
 def find_record(path: Path) -> Path:
-    """The record that ``path`` means: the file, its ``_ftcost`` folder, or the run's output folder."""
-    for file in (path / FOLDER_NAME / FILE_NAME, path / FILE_NAME):
+    """The record that ``path`` means: the file, its ``_ftcost`` folder, the run's output folder, or a checkpoint in it."""
+    places = [path / FOLDER_NAME / FILE_NAME, path / FILE_NAME]
+    if is_checkpoint := path.is_dir() and (path.name.startswith("checkpoint-") or (path / "trainer_state.json").is_file()):
+        places.append(run_file_path(path.absolute().parent))
+    for file in places:
         if file.is_file():
             return file
     way_out = f"give the output_dir of a run, its {FOLDER_NAME} folder or {FILE_NAME}"
+    if is_checkpoint:
+        raise CostModelError(f"{path} is a checkpoint, and no {FOLDER_NAME}/{FILE_NAME} lies beside it; {way_out}")
     if path.is_dir():
         raise CostModelError(f"{path}: holds no {FOLDER_NAME}/{FILE_NAME}; {way_out}")
     if not path.exists():

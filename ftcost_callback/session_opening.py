@@ -99,6 +99,7 @@ def open_session(
         earlier_seconds=earlier.seconds if earlier is not None else None,
         earlier_tokens=earlier.tokens if earlier is not None else None,
         earlier_num_steps=earlier.num_steps if earlier is not None else None,
+        earlier_num_uncounted_steps=(earlier.num_uncounted_steps or None) if earlier is not None else None,
         earlier_data_wait_seconds=earlier.data_wait_seconds if earlier is not None else None,
         earlier_wasted_seconds=earlier.wasted_seconds if earlier is not None else None,
         max_steps=plan.max_steps,

@@ -44,7 +44,8 @@ class StepResolution:
     """``begins``, ``phase_begins``, ``micro_batch_ends`` and ``ends`` follow a step; ``resolve`` hands those that are over
     to the recorder.
 
-    Forward, backward, optimizer and rollout are told apart by marks on the device's own clock, which wait for nothing.
+    Forward, backward, optimizer, and what is no part of the step (a rollout, an evaluation) are told apart by marks on the
+    device's own clock, which wait for nothing.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StepResolution:
         self.num_micro_batches = 0
         self._phase_marks: list[tuple[Phase, Any]] = []
         self._tells_phases = False
-        self._in_rollout = False
+        self._aside: Phase | None = None  # what is being done that is no part of the step
         self._awaits_batch = False
         self._counts_forwards = False
         counters.on_phase = self.phase_begins
@@ -104,7 +105,7 @@ class StepResolution:
         self.any_forward = False
         self._awaits_batch = awaits_batch
         self._phase_marks = []
-        self._in_rollout = False
+        self._aside = None
 
     def micro_batch_ends(self) -> None:
         self.num_micro_batches += not self._counts_forwards
@@ -122,7 +123,7 @@ class StepResolution:
             if self._awaits_batch:
                 self._awaits_batch = False
                 self._data_wait = max(0.0, self._clock() - self._host_mark)
-        if self._tells_phases and not self._in_rollout and not (self._is_cuda and self._is_captured()):
+        if self._tells_phases and self._aside is None and not (self._is_cuda and self._is_captured()):
             try:
                 self._phase_marks.append((phase, self._mark()))
             except Exception:  # the clock's, which the end of the step meets again, and says
@@ -142,19 +143,32 @@ class StepResolution:
 
     def rollout_begins(self) -> None:
         """What the step trains on is being generated, and then scored."""
-        if self.in_step and not self._in_rollout:
-            self._in_rollout = True
-            self._phase_marks.append(("rollout", self._mark()))
+        self._aside_begins("rollout")
 
     def rollout_ends(self) -> None:
-        if self._in_rollout:
-            self._in_rollout = False
+        self._aside_ends("rollout")
+
+    def evaluation_begins(self) -> None:
+        """Somebody evaluates in the middle of a step."""
+        self._aside_begins("eval")
+
+    def evaluation_ends(self) -> None:
+        self._aside_ends("eval")
+
+    def _aside_begins(self, phase: Phase) -> None:
+        if self.in_step and self._aside is None:
+            self._aside = phase
+            self._phase_marks.append((phase, self._mark()))
+
+    def _aside_ends(self, phase: Phase) -> None:
+        if self._aside == phase:
+            self._aside = None
             self._phase_marks.append(("other", self._mark()))
 
     def ends(self, global_step: int, *, is_profiled: bool = False) -> None:
         """The optimizer has stepped. ``is_profiled``: a profiler slowed the step down."""
-        marks, self._phase_marks, self._in_rollout = self._phase_marks, [], False
-        if marks and marks[-1][0] == "rollout":
+        marks, self._phase_marks, self._aside = self._phase_marks, [], None
+        if marks and marks[-1][0] in ("rollout", "eval"):
             marks.pop()  # nobody said that it ended
         self._pending.append(
             PendingStep(
@@ -191,6 +205,7 @@ class StepResolution:
                 ended_at=ended_at,
                 num_micro_batches=step.num_micro_batches,
                 rollout_seconds=phases.get("rollout", 0.0),
+                eval_seconds=phases.get("eval", 0.0),
                 phases=PhaseSeconds.of(phases),
                 is_profiled=step.is_profiled,
             )

@@ -140,6 +140,11 @@ class PendingTokens:
             pinned = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             self._copied = pinned.copy_(stacked, non_blocking=True)
 
+    @property
+    def why_unknown(self) -> str | None:
+        """Why a count is not known, in words."""
+        return self._counts.why_unknown if self._counts is not None else None
+
     def read(self) -> TokenCounts:
         """The counts. On a GPU only after an event recorded behind the copy has passed."""
         counts = self._counts
@@ -163,7 +168,7 @@ class _MicroBatch:
     """Counts of one forward, or of several together: an int (known on the host), a 0-dim tensor (on the device), true
     values that are still to be counted, or ``None`` (not shown)."""
 
-    __slots__ = tuple(_COUNTS)
+    __slots__ = (*_COUNTS, "why_unknown")
 
     def __init__(self, forward: TrainingForward, rule: LabelRule) -> None:
         self.num_tokens: _Count = None
@@ -172,7 +177,9 @@ class _MicroBatch:
         self.num_samples: _Count = None
         self.longest_sequence_tokens: _Count = None
         self.sum_squared_sequence_tokens: _Count = None
+        self.why_unknown: str | None = None
         if forward.batch_shape is None:
+            self.why_unknown = f"{forward.why_no_shape}, so samples are counted and tokens are not"
             self.num_samples = _rows_of_any_tensor(forward)
             return
         self.num_supervised_tokens = _supervised(forward, rule)
@@ -182,6 +189,12 @@ class _MicroBatch:
         self.sum_squared_sequence_tokens = rows * length * length
         if forward.padding_mask is not None and (real := forward.real_tokens) is not None:
             self.num_non_padding_tokens = _Trues(real)
+        if forward.hides_padding:
+            self.num_non_padding_tokens = None
+            self.why_unknown = (
+                "attention_mask is no mask of (rows, length), which alone says what is padding, so computed tokens are "
+                "counted and real ones are not"
+            )
         if rule == "decoder":
             self._add_decoder(forward)
         if forward.padding_mask is not None or rule == "decoder":
@@ -206,12 +219,13 @@ class _MicroBatch:
         real = _Trues(mask != 0) if mask is not None else None
         encoder: Any = (self.num_tokens, self.num_non_padding_tokens, self.sum_squared_sequence_tokens)
         self.num_tokens = encoder[0] + rows * length
-        self.num_non_padding_tokens = _sum(encoder[1], real) if real is not None else None
+        self.num_non_padding_tokens = _sum(encoder[1], real) if real is not None and encoder[1] is not None else None
         self.sum_squared_sequence_tokens = encoder[2] + rows * length * length
         self.longest_sequence_tokens = _larger(self.longest_sequence_tokens, length)
 
     def add(self, other: _MicroBatch) -> None:
         """Make this the counts of both; a count that one of them does not show is unknown."""
+        self.why_unknown = self.why_unknown or other.why_unknown
         for name, combine in _COUNTS.items():
             ours, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, None if ours is None or theirs is None else combine(ours, theirs))
@@ -254,6 +268,7 @@ class TokenCounter:
         self._latest: _MicroBatch | None = None  # which may still fail
         self._num_items: Any = None
         self._labels: Sequence[Tensor] = ()
+        self._is_spoilt = False
         self.saw_forward = False
         self.num_forwards = 0  # since the last step, without those that failed
 
@@ -278,6 +293,10 @@ class TokenCounter:
         self._latest = None
         self.num_forwards = max(0, self.num_forwards - 1)
 
+    def spoil(self) -> None:
+        """A forward of this step could not be counted: nothing is known of the step's tokens."""
+        self._is_spoilt = True
+
     def labels_seen(self, labels: Sequence[Tensor]) -> None:
         """Those of all micro-batches since the last step: for a model whose loss is computed outside it."""
         self._labels = labels
@@ -285,14 +304,15 @@ class TokenCounter:
     def drop(self) -> None:
         """Forget what was counted since the last step (a step that was broken off)."""
         self._step = self._latest = self._num_items = None
-        self._labels, self.num_forwards = (), 0
+        self._labels, self.num_forwards, self._is_spoilt = (), 0, False
 
     def take_step(self) -> PendingTokens:
         """The counts since the last call."""
         self._add_latest()
         step, num_items, labels = self._step, self._num_items, self._labels
-        self._step, self._num_items, self._labels, self.num_forwards = None, None, (), 0
-        if step is None:
+        is_spoilt = self._is_spoilt
+        self.drop()
+        if step is None or is_spoilt:
             return PendingTokens()
         if step.num_supervised_tokens is None and num_items is not None:
             # Of the whole optimizer step, given again with each micro-batch.

@@ -6,12 +6,13 @@ objects do not show is left out of the job, and the estimate fills it with the f
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, shown
 from costmodel.specs import OPTIMIZERS, GpuSpec
 from ftcost_callback.dataset_lengths import dataset_lengths, num_rows
 from ftcost_callback.live_device import device_facts, versions
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["device_facts", "estimate_trainer", "job_from_objects", "model_facts", "versions"]
 
 _ATTENTION: Final = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_ORDERS: Final = ("random", "sequential", "group_by_length")
 _EXPERTS: Final = ("eager", "grouped_mm", "batched_mm")
 # TRL's trainers whose step is more than one forward and backward of the batch, by the name of their arguments.
 _UNMODELLED_TRL: Final = {
@@ -65,7 +67,9 @@ def estimate_trainer(trainer: Any, **overrides: Any) -> Estimate:
         data_collator=getattr(trainer, "data_collator", None),
         gpu=overrides.pop("gpu", None),
     )
-    return estimate(job | overrides)
+    answer = estimate(job | overrides)
+    note = unmodelled_order(trainer.args) if "train_sampling_strategy" not in overrides else None
+    return dataclasses.replace(answer, warnings=(*answer.warnings, note)) if note is not None else answer
 
 
 def job_from_objects(
@@ -308,7 +312,15 @@ def _sampling(args: Any) -> str | None:
     if getattr(args, "group_by_length", False):  # transformers 4
         return "group_by_length"
     strategy = getattr(args, "train_sampling_strategy", None)
-    return strategy if strategy in {"random", "sequential", "group_by_length"} else None
+    return strategy if strategy in _ORDERS else None
+
+
+def unmodelled_order(args: Any) -> str | None:
+    """What to say of an order of samples that no job field describes; ``None`` for the others."""
+    strategy = getattr(args, "train_sampling_strategy", None)
+    if strategy is None or strategy in _ORDERS:
+        return None
+    return f"train_sampling_strategy: {shown(strategy)} is not modelled; a random order is assumed"
 
 
 def _padding_fields(args: Any, data_collator: Any) -> dict[str, Any]:

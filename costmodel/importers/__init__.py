@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from costmodel.errors import CostModelError, short
-from costmodel.importers import axolotl, checkpoint, llamafactory, training_arguments, trl, wandb_config
+from costmodel.importers import axolotl, checkpoint, llamafactory, run_record, training_arguments, trl, wandb_config
 from costmodel.importers.reading import ImportedJob, Origin, read_mapping
 from costmodel.specs import Job
 
 __all__ = ["TOOLS", "ImportedJob", "Origin", "import_config", "import_mapping", "recognise"]
 
-TOOLS: Final = ("job", "axolotl", "llamafactory", "trl", "checkpoint", "wandb")
+TOOLS: Final = ("job", "axolotl", "llamafactory", "trl", "checkpoint", "wandb", "run record")
 
 _JOB_KEYS: Final = frozenset(Job.model_fields) | Job._accepted_aliases()
 # No training tool has these at the top of its file.
@@ -34,11 +34,13 @@ _TRAINER_MARKERS: Final = frozenset(
 def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     """Which tool a configuration is for, by its keys: one of :data:`TOOLS`.
 
-    ``config`` is a mapping, a ``.yaml`` or ``.json`` file, or a folder. Raises :class:`CostModelError` where no tool's
-    keys are there.
+    ``config`` is a mapping, a ``.yaml`` or ``.json`` file, a folder, or a run record. Raises :class:`CostModelError`
+    where no tool's keys are there.
     """
     if not isinstance(config, Mapping):
         path = os.fspath(config)
+        if run_record.find_record(path) is not None:
+            return "run record"
         if os.path.isdir(path):
             return "checkpoint"
         config = read_mapping(path)
@@ -61,17 +63,19 @@ def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     hint = f"nearest fields of a job: {', '.join(sorted(nearest))}; " if nearest else ""
     raise CostModelError(
         f"no known configuration has these keys: {', '.join(map(short, sorted(keys)[:8]))}; {hint}known are job files, "
-        "Axolotl, LLaMA-Factory, TRL and TrainingArguments, W&B run configs and checkpoint folders"
+        "Axolotl, LLaMA-Factory, TRL and TrainingArguments, W&B run configs, checkpoint folders and recorded runs"
     )
 
 
 def import_config(path: str | os.PathLike[str]) -> ImportedJob:
-    """The job of a configuration file or checkpoint folder of any tool of :data:`TOOLS`.
+    """The job of a configuration file, checkpoint folder or run record of any tool of :data:`TOOLS`.
 
     Safe on files from strangers: YAML by the safe loader, at most 10 MB, no pickle, nothing is run. Raises
     :class:`CostModelError`.
     """
     where = os.fspath(path)
+    if (record := run_record.find_record(where)) is not None:
+        return run_record.read(record)
     if os.path.isdir(where):
         return checkpoint.read(where)
     return import_mapping(read_mapping(where), where)

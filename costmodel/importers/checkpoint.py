@@ -143,7 +143,8 @@ def _inside(folder: str) -> str:
         return f"it cannot be read: {error.strerror or error}"
     if checkpoints:
         return f"give one of its checkpoints, such as {checkpoints[-1]}"
-    return f"it holds neither {ADAPTER_FILE} nor {MODEL_FILE}; give a job file (.json, .yaml or .jsonl)"
+    way_out = "give a job file (.json, .yaml or .jsonl), or the output folder of a recorded run"
+    return f"it holds neither {ADAPTER_FILE} nor {MODEL_FILE}; {way_out}"
 
 
 def _read_state(folder: str, state: dict[str, Any]) -> ImportedJob:

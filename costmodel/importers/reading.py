@@ -11,7 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from costmodel.errors import CostModelError, one_line, short, shown
@@ -48,6 +48,7 @@ class ImportedJob:
     ``fields`` are those of :class:`costmodel.specs.Job`; ``origins`` says for each where it came from. ``unknown`` keys
     were not used. ``max_samples`` (for each of ``num_datasets``), ``eval_split`` (a share below 1, or samples),
     ``drops_long_samples`` and ``loss_on`` say what the tool would do with a data set; they wait for one to be counted.
+    ``tied``: field -> the field without whose value here it says nothing (a price is that of its own GPU).
     """
 
     tool: str
@@ -64,6 +65,7 @@ class ImportedJob:
     eval_split: float | None = None
     drops_long_samples: bool = False
     loss_on: LossOn | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def job(self) -> Job:
@@ -184,8 +186,8 @@ class ConfigReader:
         self.copy("lora_target_modules", f"{prefix}target_modules", convert=names)
         self.copy("lora_target_parameters", f"{prefix}target_parameters", convert=listed_names)
         self.copy("lora_modules_to_save", f"{prefix}modules_to_save", convert=listed_names)
-        for field in ("use_rslora", "use_dora"):
-            self.set(field, self.flag(field), field)
+        for name in ("use_rslora", "use_dora"):
+            self.set(name, self.flag(name), name)
 
     def converted(self, value: Any, key: str, convert: Callable[[Any], Any]) -> Any:
         """``convert(value)``, whose complaint then names the file and the key."""

@@ -159,6 +159,10 @@ HARMLESS: Final = frozenset(
 )
 HARMLESS_PREFIXES: Final = ("hub_", "wandb_", "mlflow_", "comet_", "swanlab_", "use_swanlab", "trackio_")
 
+_NOT_ON_A_CARD: Final = (
+    "the estimate is of the device that --gpu names; for this processor run ftcost probe, then give --gpu probe"
+)
+
 # Read, and said when switched on: they move cost and the model does not follow them.
 NOT_MODELLED: Final[dict[str, str]] = {
     "auto_find_batch_size": "the batch may be halved while it runs; the estimate is of the batch that is written",
@@ -166,10 +170,10 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "label_smoothing_factor": "the second pass over the logits for label smoothing is not counted",
     "parallelism_config": "parallelism other than over the data is not modelled",
     "full_determinism": "deterministic kernels are slower than the estimate",
-    "use_cpu": "the estimate is of a GPU",
-    "no_cuda": "the estimate is of a GPU",
-    "use_mps_device": "the estimate is of a GPU in the catalogue",
-    "use_ipex": "the estimate is of a GPU",
+    "use_cpu": _NOT_ON_A_CARD,
+    "no_cuda": _NOT_ON_A_CARD,
+    "use_mps_device": "the estimate is of the GPU that --gpu names; an Apple GPU is not modelled",
+    "use_ipex": _NOT_ON_A_CARD,
     "resume_from_checkpoint": "the estimate is of the whole run, from its first step",
     "torch_empty_cache_steps": "emptying the allocator's cache is not modelled",
     "torchdynamo": "a torchdynamo backend is not modelled; torch_compile is",

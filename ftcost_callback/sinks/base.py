@@ -18,7 +18,8 @@ class Sink(Protocol):
     """Where reports go. Called on the training thread of the main process, at logging steps: be quick, touch no device.
 
     ``extra`` of :meth:`log` holds what is no scalar, by name: ``"expert_load"`` is an
-    :class:`~ftcost_callback.records.ExpertLoad`. A sink ignores names it does not know. A sink that also has
+    :class:`~ftcost_callback.records.ExpertLoad`, ``"trainer_logs_next"`` is true where the Trainer's own log (of the step,
+    or of an evaluation) follows at once. A sink ignores names it does not know. A sink that also has
     ``trainer_logged(entry: TrainerLog)`` is told what the Trainer logs.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ftcost_callback.sinks.base import Sink
 from ftcost_callback.sinks.in_memory import LatestWindowSink
@@ -30,3 +30,22 @@ def is_named(instance: Any, names: Iterable[str]) -> bool:
     """Whether it is of a class of one of these names, or of one derived from it."""
     wanted = set(names)
     return any(each.__name__ in wanted for each in type(instance).__mro__)
+
+
+def place_of_wandb_callback(callbacks: Iterable[Any], own: Any) -> Literal["before", "after"] | None:
+    """Whether transformers' ``WandbCallback`` is told of an event before ``own`` is, or after it; ``None`` without one."""
+    place: Literal["before", "after"] = "before"
+    for each in callbacks:
+        if each is own:
+            place = "after"
+        elif is_named(each, ["WandbCallback"]):
+            return place
+    return None
+
+
+def tell_who_else_writes(sinks: Iterable[Any], callbacks: Iterable[Any], own: Any) -> None:
+    """To the sinks of W&B, whose rows share a run with the Trainer's."""
+    place = place_of_wandb_callback(callbacks, own)
+    for sink in sinks:
+        if is_named(sink, ["WandbSink"]):
+            sink.trainer_writes = place

@@ -1,7 +1,8 @@
 """Weights & Biases: rows into the run that is open. Never opens, closes or renames one.
 
-Rows carry ``train/global_step`` and go through ``run.log`` without ``step=`` and without ``commit=``: beside
-transformers' own ``WandbCallback`` that is the only way in which every row is kept and stands at its own step. Only
+Rows carry ``train/global_step`` and go through ``run.log`` without ``step=``. A row that is closed moves W&B's own step on
+by one, and W&B drops what somebody then logs with a lower ``step=``. So ours goes into the row that is open, where the
+Trainer closes that one in a moment, and is closed by us only while W&B's step stays at or below the training's. Only
 scalars, histograms, config, summary and alerts are sent: they are queued; tables and artifacts wait for the server.
 """
 
@@ -13,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ftcost_callback.metrics import (
     BY_COST_PREFIX,
@@ -62,6 +63,10 @@ class WandbSink:
         self._with_axis: set[str] = set()
         self._said_absent = False
         self._run_id: str | None = None
+        self._left_open: tuple[int, frozenset[str]] = (-1, frozenset())  # W&B's step of a row left open, our keys in it
+        self._said_ahead = False
+        self.trainer_writes: Literal["before", "after"] | None = None
+        """Whether transformers' ``WandbCallback`` is in the training, told its events before us or after us."""
 
     def open(self, session: Session, prediction: Prediction | None) -> None:
         self._config = session_config(session)
@@ -86,7 +91,40 @@ class WandbSink:
         row: dict[str, Any] = dict(window_metrics(window, self._detail))
         row |= _histograms(extra.get("expert_load"), self._detail)
         if row:
-            run.log({**row, STEP_KEY: window.global_step})
+            row_follows = self.trainer_writes is not None and bool(extra.get("trainer_logs_next"))
+            self._write(run, row, window.global_step, highest_step=window.global_step - 1, is_closed_by_trainer=row_follows)
+
+    def _write(
+        self, run: Any, row: Mapping[str, Any], global_step: int, *, highest_step: int, is_closed_by_trainer: bool
+    ) -> None:
+        """Into the row that is open; closed at once where W&B's step is no higher than ``highest_step``."""
+        if run.disabled:
+            return
+        if run.settings.mode == "shared":  # several processes write, and none of them counts W&B's steps
+            run.log({**row, STEP_KEY: global_step})
+            return
+        step = run.step
+        left_at, left_keys = self._left_open
+        if left_at == step and not left_keys.isdisjoint(row):  # nobody has closed it since
+            if step < global_step:
+                run.log({}, commit=True)
+                step += 1
+            else:
+                self._say_ahead(step, global_step)
+        is_closed = not is_closed_by_trainer and step <= highest_step
+        run.log({**row, STEP_KEY: global_step}, commit=is_closed)
+        left_keys = left_keys if left_at == step else frozenset()
+        self._left_open = (-1, frozenset()) if is_closed else (step, left_keys | row.keys())
+
+    def _say_ahead(self, step: int, global_step: int) -> None:
+        if not self._said_ahead:
+            self._said_ahead = True
+            _log.warning(
+                "ftcost: W&B's own step (%d) is not behind the training's (%d), so figures between two rows of others are "
+                "replaced by the next; the run record has all",
+                step,
+                global_step,
+            )
 
     def trainer_logged(self, entry: TrainerLog) -> None:
         """Losses once more, on the axis of what the run had cost by then (hours where there is no price).
@@ -102,12 +140,19 @@ class WandbSink:
             if entry.spent_usd is not None
             else (TIME_AXIS_KEY, entry.elapsed_seconds / 3600)
         )
-        row = {f"{BY_COST_PREFIX}{name}": value for name, value in losses.items()}
+        row: dict[str, Any] = {f"{BY_COST_PREFIX}{name}": value for name, value in losses.items()}
         for key in row.keys() - self._with_axis:
             # An exact name goes before every pattern, WandbCallback's "*" included.
             run.define_metric(key, step_metric=axis_key, step_sync=False)
             self._with_axis.add(key)
-        run.log({**row, axis_key: axis, STEP_KEY: entry.global_step})
+        # On its axis it stands right in any row, so it leaves a step to the reports.
+        self._write(
+            run,
+            {**row, axis_key: axis},
+            entry.global_step,
+            highest_step=entry.global_step - 2,
+            is_closed_by_trainer=self.trainer_writes == "after",
+        )
 
     def alert(self, budget: Budget) -> None:
         run = self._find_run()
@@ -135,8 +180,12 @@ class WandbSink:
         if waiting:
             waiting[-1].join(timeout=2 * PROBE_SECONDS)
         run = self._find_run()
-        if run is not None:
-            run.summary.update(summary_values(summary))
+        if run is None:
+            return
+        if self._left_open[0] >= 0 and self._left_open[0] == run.step < summary.global_step:
+            run.log({}, commit=True)
+        self._left_open = (-1, frozenset())
+        run.summary.update(summary_values(summary))
 
     def _alert_if_reachable(self, run: Any, fields: dict[str, Any], before: threading.Thread | None) -> None:
         if before is not None:
@@ -160,6 +209,7 @@ class WandbSink:
             run.define_metric(f"{PREFIX}*", step_metric=STEP_KEY)
             self._run = run
             self._with_axis.clear()
+            self._left_open = (-1, frozenset())
             self._send_config()
         self._run = run
         return run

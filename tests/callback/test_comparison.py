@@ -166,8 +166,8 @@ def case(name: str, step: float, why: str, *, estimate: dict[str, Any] = ESTIMAT
         ),
         case(
             "calibrate-will-say-another-number", 1.6,
-            "training itself is slower than modelled; `ftcost calibrate` on this run, which goes by the median step (1.30x)"
-            ", makes the next estimate closer",
+            "training itself is slower than modelled; `ftcost calibrate` on this run, which leaves out steps of over twice "
+            "the typical (the median is 1.30x), makes the next estimate closer",
             median_step_seconds=1.3,
         ),
         # --- the predicted parts and the settings decide what is named ---

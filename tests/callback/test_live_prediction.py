@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import tiny_llama
+from tiny_runs import listed_rows, priced_callback, tiny_llama, tiny_trainer
 
+from costmodel.estimation import estimate
+from costmodel.importers import import_config
 from ftcost_callback import FTCostCallback
 from ftcost_callback.live_prediction import UNDESCRIBED_CPU, LivePrediction
 from ftcost_callback.recorder import StepAggregate
+from ftcost_callback.run_file import read_run
 from ftcost_callback.session_plan import Settings
 
 JOB: dict[str, Any] = {"model": tiny_llama().config.to_dict(), "max_length": 64, "lengths": {"fixed": 32}}
@@ -96,3 +100,30 @@ def test_a_start_up_that_was_measured_replaces_the_rule_of_thumb() -> None:
         moved = factor * before["startup_seconds"] - 5.98
         assert before[f"total_seconds{kind}"] - after[f"total_seconds{kind}"] == pytest.approx(moved)
         assert after[f"total_usd{kind}"] == pytest.approx(after[f"total_seconds{kind}"])  # a dollar a second
+
+
+def test_a_recorded_run_is_the_job_that_was_predicted(tmp_path: Path) -> None:
+    """Read back by the pre-flight side, which knows nothing of the callback: the same job, so the same answer."""
+    tiny_trainer(tmp_path, [priced_callback()], train_dataset=listed_rows()).train()
+    (before, *_) = read_run(tmp_path).predictions
+    imported = import_config(tmp_path)
+    answer = estimate(imported.job).to_dict()
+    names = ("num_trainable_params", "verdict", "step_seconds", "num_steps", "total_seconds", "total_usd")
+    assert {name: answer[name] for name in names} == {name: before.estimate[name] for name in names}
+    known = {name: value for name, value in answer["memory"].items() if value is not None}
+    assert known == before.estimate["memory"]
+    elsewhere = estimate(imported.job.model_copy(update={"gpu": "L4", "usd_per_gpu_hour": 0.8}))
+    assert elsewhere.total_usd == pytest.approx(elsewhere.total_seconds / 3600 * 0.8)
+
+
+def test_a_recorded_run_whose_lengths_nobody_knew_is_estimated_on_those_it_had(tmp_path: Path) -> None:
+    tiny_trainer(tmp_path, [priced_callback()]).train()
+    record, imported = read_run(tmp_path), import_config(tmp_path)
+    assert record.predictions == []
+    tokens, samples = (
+        sum(getattr(step, name) or 0 for step in record.steps) for name in ("num_non_padding_tokens", "num_samples")
+    )
+    longest = max(step.longest_sequence_tokens or 0 for step in record.steps)
+    assert imported.fields["lengths"] == {"mean": tokens / samples, "max": longest}
+    assert imported.fields["max_length"] == longest
+    assert estimate(imported.job).total_usd is not None

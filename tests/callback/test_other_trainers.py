@@ -13,7 +13,7 @@ from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback, estimate_trainer
 from ftcost_callback.report_html import write_report
 from ftcost_callback.report_rows import summary_row
-from ftcost_callback.rollouts import METHOD, RolloutWatch
+from ftcost_callback.rollouts import METHOD, MethodWatch
 from ftcost_callback.run_file import RunRecord, read_run
 
 REWARD_SECONDS = 0.1
@@ -247,7 +247,7 @@ class Generating:
 
 def test_a_rollout_is_seen_and_the_trainer_gets_what_it_asked_for() -> None:
     seen: list[str] = []
-    watch = RolloutWatch(lambda: seen.append("begin"), lambda: seen.append("end"))
+    watch = MethodWatch(lambda: seen.append("begin"), lambda: seen.append("end"))
     trainer = Generating()
     watch.attach(trainer)
     assert trainer._generate_and_score_completions(10) == 11
@@ -263,7 +263,7 @@ def test_a_rollout_is_seen_and_the_trainer_gets_what_it_asked_for() -> None:
 
 def test_a_method_that_somebody_else_has_wrapped_since_is_left_alone() -> None:
     trainer = Generating()
-    watch = RolloutWatch(lambda: None, lambda: None)
+    watch = MethodWatch(lambda: None, lambda: None)
     watch.attach(trainer)
     ours = trainer._generate_and_score_completions
 

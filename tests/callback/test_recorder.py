@@ -108,6 +108,50 @@ def test_skipped_steps_leave_steps_tokens_and_time_together(fake_clock: FakeCloc
     assert steps.per_second(steps.num_tokens) == 50.0
 
 
+def test_a_step_that_shows_nothing_costs_no_other_its_tokens(fake_clock: FakeClock) -> None:
+    """Its batch was skipped: its time is in the bill, and the counts and rates are those of the others."""
+    recorder = started(fake_clock)
+    for step in (1, 2, 3, 4):
+        fake_clock.pass_seconds(1.0 if step != 3 else 0.1)
+        recorder.step(step, tokens=TOKENS if step != 3 else TokenCounts())
+    totals, session = recorder.totals, recorder.session
+    assert (totals.num_steps, totals.num_uncounted_steps, totals.num_tokens) == (4, 1, 300)
+    assert totals.train_seconds == pytest.approx(3.1)
+    assert (session.num_steps, session.per_second(session.num_tokens)) == (2, pytest.approx(100.0))
+    assert recorder.moments.has_tokens
+    assert Totals.from_dict(totals.to_dict()) == totals
+
+
+def test_steps_before_the_first_that_is_counted_leave_the_rates(fake_clock: FakeClock) -> None:
+    recorder = started(fake_clock)
+    for step in (1, 2, 3, 4):
+        fake_clock.pass_seconds(1.0)
+        recorder.step(step, tokens=TOKENS if step > 2 else TokenCounts())
+    assert recorder.totals.num_tokens == 200
+    assert recorder.session.per_second(recorder.session.num_tokens) == pytest.approx(100.0)
+
+
+def test_no_count_is_known_where_no_step_was_counted(fake_clock: FakeClock) -> None:
+    recorder = started(fake_clock)
+    for step in (1, 2, 3):
+        fake_clock.pass_seconds(1.0)
+        recorder.step(step)
+    assert (recorder.totals.num_tokens, recorder.totals.num_uncounted_steps) == (None, 3)
+    assert recorder.session.step_seconds == 1.0
+    again = StepRecorder(fake_clock)
+    again.start(earlier=recorder.totals)
+    again.step(4, tokens=TOKENS)
+    assert (again.totals.num_tokens, again.totals.num_uncounted_steps) == (100, 3)
+
+
+def test_an_evaluation_inside_a_step_is_no_training(fake_clock: FakeClock) -> None:
+    recorder = started(fake_clock)
+    fake_clock.pass_seconds(5.0)
+    timing = recorder.step(1, tokens=TOKENS, eval_seconds=4.0)
+    assert (timing.step_seconds, timing.eval_seconds) == (1.0, 4.0)
+    assert (recorder.totals.train_seconds, recorder.totals.eval_seconds) == (1.0, 4.0)
+
+
 def test_a_resume_rates_this_session_and_totals_all(fake_clock: FakeClock) -> None:
     # 900 of 1,000 steps were done; this session does 10 in 10 s at 1,000 tokens each.
     recorder = StepRecorder(fake_clock, skip_first_steps=0)

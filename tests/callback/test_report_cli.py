@@ -47,6 +47,20 @@ def test_json_is_the_summary_row_with_what_identifies_the_run(
     assert "projected_usd" not in row
 
 
+def test_a_checkpoint_stands_for_the_run_that_wrote_it(
+    output_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for checkpoint in (output_dir / "checkpoint-60", tmp_path / "elsewhere" / "checkpoint-60"):
+        checkpoint.mkdir(parents=True)
+    (output_dir / "checkpoint-60" / "trainer_state.json").write_text("{}")
+    assert summary_row(output_dir / "checkpoint-60") == summary_row(output_dir)
+    monkeypatch.chdir(output_dir / "checkpoint-60")
+    assert ftcost("report", ".") == 0
+    assert MIXTRAL.partition("/")[2] in capsys.readouterr().out
+    assert ftcost("report", tmp_path / "elsewhere" / "checkpoint-60") == 2
+    assert "is a checkpoint, and no _ftcost/run.jsonl lies beside it; give the output_dir" in capsys.readouterr().err
+
+
 def test_rates_of_the_last_session_are_labelled(output_dir: Path) -> None:
     row = {**summary_row(output_dir), "non_padding_tokens_per_second": 353.0}
     assert "353 tokens/s without padding, " in summary_text(row)

@@ -137,9 +137,48 @@ def test_a_padding_free_batch_shows_samples_lengths_and_trailing_padding() -> No
     )
 
 
-def test_a_four_dimensional_mask_says_nothing_about_padding() -> None:
-    counts = counted({"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.zeros(2, 1, 4, 4)})
-    assert counts.num_non_padding_tokens == 8
+@pytest.mark.parametrize("mask", [torch.zeros(2, 1, 4, 4), {"full_attention": torch.zeros(2, 1, 4, 4)}, torch.ones(2, 7)])
+def test_a_mask_of_another_shape_says_nothing_about_padding(mask: Any) -> None:
+    counts = counted({"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": mask})
+    assert (counts.num_tokens, counts.num_samples, counts.num_non_padding_tokens) == (8, 2, None)
+
+
+def test_positional_arguments_are_known_by_their_names() -> None:
+    """The mask as the second one: padding is no token, also of a wrapper that passes on whatever it is given."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    model, given = tiny_llama(), batch(0, 3)
+    for outer in (model, Wrapper(model)):
+        counter, window = counter_on(outer)
+        outer(given["input_ids"], given["attention_mask"], labels=given["labels"])
+        counts = counter.take_step().read()
+        window.detach()
+        assert counts.num_non_padding_tokens == LENGTHS[0] + LENGTHS[3] < counts.num_tokens
+        assert counts.num_supervised_tokens == int((given["labels"][:, 1:] != -100).sum())
+
+
+def test_what_is_traced_or_transformed_is_no_training_forward() -> None:
+    """An exported program holds nothing of ours either."""
+    model, ids = tiny_llama(), torch.ones(1, 4, dtype=torch.long)
+    counter, _ = counter_on(model)
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss(weights: Any, ids: Any) -> Any:
+        return torch.func.functional_call(model, weights, (ids[None],), {"labels": ids[None]}).loss
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, ids.repeat(2, 1))
+    assert gradients.keys() == weights.keys()
+    torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+    assert counter.num_forwards == 0
+    model(**batch(0))
+    assert counter.take_step().read().num_tokens == LENGTHS[0]
 
 
 def test_a_model_without_token_ids_counts_samples_only() -> None:

@@ -6,13 +6,13 @@ another look.
 
 | our way | what becomes of the row | used |
 |---|---|---|
-| ``log({..., "train/global_step": g})`` at the end of each step | kept, at its step | reports |
+| ``log({..., "train/global_step": g})`` at the end of each step | kept, at its step; moves W&B's own step on | reports |
 | the same in ``on_log`` | kept; evaluations and the end fire it too | |
 | ``log(d)`` without an axis | kept, at the last step that somebody named | |
 | an axis of ours by a pattern | kept, with a stale ``train/global_step`` beside | |
 | an axis of ours by exact names, ``step_sync=False`` | kept, nothing added | loss by cost |
 | ``log(d, step=g)`` | dropped once an evaluation has moved the client's own step on | |
-| ``log(d, commit=False)`` | only the last of each logging interval is left, in the Trainer's row | |
+| ``log(d, commit=False)`` | only the last of each logging interval is left, in the Trainer's row | reports at a log |
 | keys added to the Trainer's ``logs`` before ``WandbCallback`` | in the loss's row, below ``train/`` | ``attach`` |
 """
 
@@ -133,3 +133,50 @@ def test_keys_added_to_the_trainers_logs_before_the_reporter_are_in_its_row(tmp_
 
     rows = train_with(tmp_path, on_log=add, stands_first=lambda: None)
     assert [(row["train/own"], row[STEP]) for row in rows if "train/loss" in row] == [(5, 5), (10, 10)]
+
+
+@pytest.mark.parametrize("every", ["log", "step"])
+@pytest.mark.parametrize("reports_to_wandb", [True, False])
+@pytest.mark.parametrize("place", ["on_step_end before us", "on_step_end", "on_log", "compute_loss"])
+def test_a_user_who_steers_the_step_loses_no_row_and_neither_do_we(
+    tmp_path: Path, every: Any, reports_to_wandb: bool, place: str
+) -> None:
+    """W&B drops what is logged with a lower ``step=`` than its own, which each row moves on that somebody closes."""
+    from tiny_runs import priced_callback
+    from transformers import TrainerCallback
+
+    from ftcost_callback.run_file import read_run
+
+    class User(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if place.startswith("on_step_end"):
+                wandb.log({"user": state.global_step}, step=state.global_step)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
+            if place == "on_log" and "loss" in logs:
+                wandb.log({"user": state.global_step}, step=state.global_step)
+
+    if not reports_to_wandb:
+        wandb.init(project="ftcost-test")
+    ours = priced_callback(wandb_every=every)
+    callbacks = [User(), ours] if place.endswith("before us") else [ours, User()]
+    report_to = ["wandb"] if reports_to_wandb else []
+    trainer = tiny_trainer(tmp_path / "out", callbacks, max_steps=10, logging_steps=2, report_to=report_to)
+    compute_loss = trainer.compute_loss
+
+    def logging_loss(*arguments: Any, **named: Any) -> Any:
+        if place == "compute_loss":
+            wandb.log({"user": trainer.state.global_step}, step=trainer.state.global_step)
+        return compute_loss(*arguments, **named)
+
+    trainer.compute_loss = logging_loss
+    trainer.train()
+    wandb.finish()
+    rows = history(tmp_path)
+    expected = {"on_log": list(range(2, 11, 2)), "compute_loss": list(range(10))}.get(place, STEPS)
+    assert [row["user"] for row in rows if "user" in row] == expected
+    reported = [step.global_step for step in read_run(tmp_path / "out").steps if step.projected_total_usd is not None]
+    assert reported == (list(range(2, 11, 2)) if every == "log" else list(range(2, 11)))
+    assert [row[STEP] for row in rows if "ftcost/cost/spent_usd" in row] == reported
+    losses = [row["ftcost/by_cost/loss"] for row in rows if "ftcost/by_cost/loss" in row]
+    assert losses == [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

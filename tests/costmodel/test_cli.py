@@ -306,6 +306,16 @@ def test_jobs_from_stdin(
     assert [each["job"]["gpu"] for each in _lines(capsys)] == ["A40", "L40S"]
 
 
+@pytest.mark.parametrize("command", ["compare", "optimize"])
+@pytest.mark.parametrize("first", ["{}", "bad"])
+def test_only_estimate_reads_a_job_a_line(
+    command: str, first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f'{first}\n{{"model": "{MODEL}"}}\n'))
+    said = "standard input holds a job a line, which only ftcost estimate reads; give one job"
+    assert said in _wrong_input(capsys, command, "-")
+
+
 def test_an_internal_error_on_one_line_keeps_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

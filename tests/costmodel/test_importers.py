@@ -511,6 +511,12 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
     assert any("training_args.bin is a pickle and is not opened" in warning for warning in imported.warnings)
 
 
+def test_a_training_on_a_processor_says_how_it_is_estimated() -> None:
+    config = {"model_name_or_path": "m/m", "per_device_train_batch_size": 1, "max_length": 8, "use_cpu": True}
+    (said,) = [warning for warning in import_mapping(config).warnings if warning.startswith("use_cpu: ")]
+    assert said.endswith("the device that --gpu names; for this processor run ftcost probe, then give --gpu probe")
+
+
 def test_folder_of_checkpoints_names_the_last(tmp_path: Path) -> None:
     for step in (500, 1000):
         (tmp_path / f"checkpoint-{step}").mkdir()

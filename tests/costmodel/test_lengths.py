@@ -75,6 +75,67 @@ def test_grouping_by_length_saves_padding_and_packing_all_of_it() -> None:
     assert packed.expected.num_masked_pairs == packed.longest.num_masked_pairs == 0
 
 
+GROUPED = {
+    "natural": [min(2048, round(60 * 1.004**index)) for index in range(1000)],
+    "five": [100, 200, 200, 300, 1024],
+    "rare": [100] * 99 + [2048],
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "num_samples", "batch_size", "accumulation", "tolerance"),
+    [
+        # a group is a batch and a megabatch three of them, so much is padded; the longest two of all swap their batches
+        pytest.param("natural", 200, 16, 1, 0.03, id="small-data"),
+        pytest.param("five", 200, 4, 8, 0.02, id="one-group-a-megabatch"),
+        pytest.param("five", 10, 16, 1, 0.02, id="less-than-a-batch"),
+        pytest.param("natural", 2000, 16, 1, 0.01, id="megabatches-of-31"),
+        pytest.param("natural", 5000, 4, 8, 0.01, id="accumulation"),
+        pytest.param("rare", 5000, 4, 8, 0.05, id="accumulation-rare-long-ones"),
+        pytest.param("rare", 5000, 16, 1, 0.05, id="rare-long-ones"),
+    ],
+)
+def test_grouping_by_length_equals_the_sampler_of_transformers(
+    data: str, num_samples: int, batch_size: int, accumulation: int, tolerance: float
+) -> None:
+    torch = pytest.importorskip("torch")
+    sampler = pytest.importorskip("transformers.trainer_pt_utils")
+    generator, random_source = torch.Generator().manual_seed(0), random.Random(0)
+    padded = real = square = 0
+    for _ in range(max(4, 40_000 // num_samples)):
+        lengths = random_source.choices(GROUPED[data], k=num_samples)
+        order = sampler.get_length_grouped_indices(lengths, batch_size * accumulation, generator=generator)
+        for start in range(0, num_samples, batch_size):
+            batch = [lengths[index] for index in order[start : start + batch_size]]
+            padded += max(batch) * len(batch)
+            square += max(batch) ** 2 * len(batch)
+            real += sum(batch)
+    job = _job(
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        num_samples=num_samples,
+        train_sampling_strategy="group_by_length",
+        max_length=2048,
+    )
+    expected = batch_tokens(job, distribution(Lengths(values=tuple(GROUPED[data])), 2048))
+    assert expected.expected.num_tokens / expected.num_non_padding_tokens == pytest.approx(padded / real, rel=tolerance)
+    assert expected.expected.num_attended_pairs / expected.expected.num_tokens == pytest.approx(
+        square / padded, rel=tolerance
+    )
+
+
+def test_an_evaluation_is_grouped_by_its_own_batches_and_samples() -> None:
+    """Half of 10 and half of 30 tokens: sorted by the thousands hardly a batch is mixed, four of them are one batch."""
+    dist = distribution(Lengths(values=(10, 30)), 1024)
+    fields = {"train_sampling_strategy": "group_by_length", "per_device_eval_batch_size": 4}
+    job = _job(
+        per_device_train_batch_size=4, gradient_accumulation_steps=64, num_samples=10**6, num_eval_samples=4, **fields
+    )
+    trained, evaluated = batch_tokens(job, dist), batch_tokens(job, dist, evaluates=True)
+    assert trained.expected.num_tokens == pytest.approx(4 * 20, rel=0.001)
+    assert evaluated.expected.num_tokens == pytest.approx(4 * (30 - 20 / 2**4))  # one batch: the longest of four
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_without_a_kernel_of_variable_length_a_flattened_batch_is_computed_whole(attention: str) -> None:
     dist = distribution(Lengths(histogram={100: 3, 500: 1}), 1024)

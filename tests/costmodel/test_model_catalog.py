@@ -63,6 +63,35 @@ def test_an_unknown_model_is_answered_with_the_nearest() -> None:
         find_model_config("mixtrl-8x7b")
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("unsloth/Llama-3.1-8B-Instruct", ["meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3-8B"]),
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", ["meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3-8B"]),
+        ("unsloth/Qwen3-8B-bnb-4bit", ["Qwen/Qwen3-8B"]),
+        ("someone/my-llama-3-8b-finetune", ["meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3.1-8B"]),
+        ("TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ", ["mistralai/Mixtral-8x7B-v0.1"]),
+        ("unsloth/Qwen3-30B-A3B-GGUF", ["Qwen/Qwen3-30B-A3B"]),
+        ("Qwen-1_8B-Chat-Int4", ["Qwen-1_8B"]),
+        ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", ["openai/gpt-oss-20b"]),
+        ("lamma-3-8b", ["Meta-Llama-3-8B", "Llama-3.1-8B"]),
+    ],
+)
+def test_nearest_are_the_family_in_the_same_size(name: str, nearest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UnknownNameError, match="name the one of these that it is a copy or a tuning of") as refused:
+        find_model_config(name)
+    assert refused.value.nearest[: len(nearest)] == nearest
+    assert len(refused.value.nearest) == 3
+
+
+def test_another_family_has_none_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UnknownNameError, match=r"no model matches 'acme/secret'; it is not in the catalogue") as refused:
+        find_model_config("acme/secret")
+    assert refused.value.nearest == []
+
+
 def test_aliases_name_catalogued_models_and_hide_none() -> None:
     with open(Path(DATA_FOLDER) / "models" / "aliases.csv", encoding="utf-8") as file:
         aliases = {row["alias"]: row["model_id"] for row in csv.DictReader(file)}
