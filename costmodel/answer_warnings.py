@@ -57,7 +57,7 @@ def answer_warnings(
             f"loading the weights onto the card needs more than training does: {loading / GIB:.1f} GiB for a moment against "
             f"{memory.peak_device_bytes / GIB:.1f}"
         )
-    if gpu is not None and fit is not None and resolved.eval_strategy != "no":
+    if gpu is not None and fit is not None and resolved.evaluates:
         alone = evaluation_batch(resolved, *longest_sequence(resolved, lengths))
         is_padded, on_cpu = described.evaluation_is_padded, described.on_cpu
         if alone is not None and not evaluation_fits(
@@ -106,7 +106,7 @@ def _about_unknown_times(job: ResolvedJob, run: RunTime | None) -> list[str]:
     """Why the seconds of evaluations or saves are null; the total then leaves them out."""
     by_epoch = "by epoch need num_samples: how many epochs max_steps makes is not known"
     found = []
-    if job.eval_strategy != "no" and not job.num_eval_samples and (run is None or run.eval_seconds is None):
+    if job.evaluates and not job.num_eval_samples and (run is None or run.eval_seconds is None):
         found.append(
             "evaluations are scheduled but num_eval_samples is not given: eval_seconds is null and their time is not in the "
             "total; give num_eval_samples"

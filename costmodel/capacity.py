@@ -87,7 +87,7 @@ def max_batch_size(
 
 def evaluation_batch(job: ResolvedJob, sequence_tokens: int, attended_tokens: int | None = None) -> Batch | None:
     """The longest batch of an evaluation; ``None`` where the job has none."""
-    if job.eval_strategy == "no":
+    if not job.evaluates:
         return None
     return longest_batch(job, job.per_device_eval_batch_size, sequence_tokens, attended_tokens)
 

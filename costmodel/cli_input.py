@@ -73,6 +73,8 @@ def read_job(
     if dataset is not None and "lengths" in flags:
         raise CostModelError("give --dataset or --lengths, not both")
     imported, of_another = _imported_beside(file, flags) if file is not None else (None, ())
+    if imported is not None:
+        imported.require_modelled()
     fields = {**(imported.fields if imported is not None else {}), **flags}
     if not fields:
         raise CostModelError("give a job file, or describe the job with flags: --model, ... (see --help)")

@@ -83,7 +83,7 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         delay=job.eval_delay,
         also_at_the_end=evaluates_at_the_end(job.framework, job.framework_version),
     )
-    if job.eval_on_start and num_evaluations is not None and job.eval_strategy != "no":
+    if job.eval_on_start and num_evaluations is not None:
         num_evaluations += 1
     num_saves = num_pauses(job.save_strategy, job.save_steps, steps, epochs, also_at_the_end=True)
     if job.save_strategy == "best":

@@ -317,7 +317,7 @@ def dataset_fields(
         decided["max_length"] = max(histogram)
     num_train, num_eval = _split(sum(histogram.values()), imported)
     decided["num_samples"] = num_train
-    if num_eval and fields.get("eval_strategy") not in (None, "no"):
+    if num_eval and (fields.get("eval_strategy") not in (None, "no") or fields.get("eval_on_start")):
         decided["num_eval_samples"] = num_eval
     fraction = _supervised(dataset, limit, imported, str(fields.get("framework") or ""))
     if fraction is not None:

@@ -144,38 +144,50 @@ class ResolvedJob:
         return self.padding_free and self.attn_implementation in ("sdpa", "eager") and self.framework != "unsloth"
 
     @property
+    def evaluates(self) -> bool:
+        """Whether anything is evaluated: ``eval_on_start`` needs no strategy (``Trainer._inner_training_loop``)."""
+        return self.eval_strategy != "no" or self.eval_on_start
+
+    @property
     def major_version(self) -> int:
         return _version(self.framework_version)[0]
 
 
-def _version(text: str) -> tuple[int, int]:
-    match = re.match(r"v?(\d+)(?:\.(\d+))?", text)
+def _release(text: str) -> tuple[int, int, int]:
+    match = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", text)
     if not match:
         raise CostModelError(f"framework_version must start with a number such as 5.24 or 4.40, got {shown(text)}")
-    return int(match[1]), int(match[2] or 0)
+    return int(match[1]), int(match[2] or 0), int(match[3] or 0)
+
+
+def _version(text: str) -> tuple[int, int]:
+    return _release(text)[:2]
+
+
+# The first releases that run on transformers 5, and on 5.4, by the pins in their package metadata: Axolotl 0.13.2 asks for
+# 4.57.6, 0.14.0 for 5.0.0, 0.15.0 for 5.3.0, 0.16.1 for 5.5.0; LLaMA-Factory 0.9.4 for 4.57.1 at most, 0.9.5 for 5.6.0.
+_ON_TRANSFORMERS_5: Final = {"transformers": (5, 0, 0), "trl": (1, 0, 0), "axolotl": (0, 14, 0), "llamafactory": (0, 9, 5)}
+_ON_TRANSFORMERS_5_4: Final = {**_ON_TRANSFORMERS_5, "transformers": (5, 4, 0), "axolotl": (0, 16, 0)}
 
 
 def transformers_major(framework: str, version: str) -> int:
     """Which transformers generation runs underneath: 4 keeps a Linear for each expert, 5 stacks them.
 
-    TRL 1.x runs on transformers 5 (and 0.x on 4); the others name no transformers version, so the newest is taken.
+    Of a framework whose pins were not read, the newest is taken.
     """
     if framework == "transformers":
         return _version(version)[0]
-    if framework == "trl":
-        return 5 if _version(version)[0] >= 1 else 4
-    return 5
+    first = _ON_TRANSFORMERS_5.get(framework)
+    return 5 if first is None or _release(version) >= first else 4
 
 
 def evaluates_at_the_end(framework: str, version: str) -> bool:
     """Whether the Trainer with an ``eval_strategy`` of steps evaluates at the last step too, as it always saved there.
 
-    ``DefaultFlowCallback.on_step_end`` does since transformers 5.4 (sources of 5.3 and 5.4). A stack that names no
-    transformers version is taken to run on the newest of its generation.
+    ``DefaultFlowCallback.on_step_end`` does since transformers 5.4 (sources of 5.3 and 5.4).
     """
-    if framework == "transformers":
-        return _version(version) >= (5, 4)
-    return transformers_major(framework, version) >= 5
+    first = _ON_TRANSFORMERS_5_4.get(framework)
+    return first is None or _release(version) >= first
 
 
 def _is_before_transformers_45(framework: str, version: str) -> bool:
@@ -228,7 +240,13 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
     if method == "full" and quantization in BITSANDBYTES:
         raise CostModelError(f"a base quantised to {quantization} cannot be fully fine-tuned; use method qlora")
 
-    own = own_defaults(framework, is_peft=method != "full", lora_r=job.lora_r)
+    own = own_defaults(
+        framework,
+        is_peft=method != "full",
+        lora_r=job.lora_r,
+        num_gpus=job.num_gpus,
+        batch_size=job.per_device_train_batch_size,
+    )
     autocast = _autocast(job, framework, quantization, has_bf16, assumed)
     dtype: str | None = job.dtype
     if dtype is None:
@@ -257,10 +275,11 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
         max_length = 1024 if is_trl else own.get("max_length")
         if max_length is None:
             raise CostModelError(
-                "max_length is required: plain transformers has no default (the collator pads to whatever the data holds); "
-                "give the longest sample in tokens"
+                f"max_length is required: {'plain transformers' if framework == 'transformers' else framework} has no default "
+                "(rows are as long as the data makes them); give the longest sample in tokens"
             )
         assumed.append("max_length")
+    epochs = own.get("num_train_epochs", 3.0)
     optim = pick("optim", own.get("optim", "adamw_torch_fused" if generation >= 5 else "adamw_torch"))
     if job.expert_imbalance is not None and not model.is_moe:
         raise CostModelError("expert_imbalance is for mixtures of experts, and this model is dense; leave it out")
@@ -327,7 +346,9 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
             sharding=read_sharding(job.fsdp, job.deepspeed, job.num_gpus),
             num_samples=job.num_samples,
             dataloader_drop_last=bool(job.dataloader_drop_last),
-            num_train_epochs=float(pick("num_train_epochs", 3.0)) if max_steps is None else (job.num_train_epochs or 3.0),
+            num_train_epochs=float(pick("num_train_epochs", epochs))
+            if max_steps is None
+            else (job.num_train_epochs or epochs),
             max_steps=max_steps,
             eval_strategy=pick("eval_strategy", "no"),
             eval_steps=job.eval_steps,
@@ -349,7 +370,8 @@ def defaults_source(job: ResolvedJob, framework_version: str | None) -> str:
     """Whose defaults were filled in; ``framework_version`` as the job gives it. Only versions that were read are named."""
     if (read := READ_VERSIONS.get(job.framework)) is not None:
         other = f" (for {job.framework} {framework_version})" if framework_version not in (None, read) else ""
-        return f"{job.framework} {read} over transformers {LATEST['transformers']}{other}"
+        major = transformers_major(job.framework, job.framework_version)
+        return f"{job.framework} {read} over transformers {LATEST['transformers'] if major == 5 else major}{other}"
     if job.framework in LATEST or (framework_version and job.framework not in OWN_KERNEL_FRAMEWORKS):
         return f"{job.framework} {job.framework_version}"
     return f"transformers {LATEST['transformers']} (for {' '.join(filter(None, (job.framework, framework_version)))})"

@@ -22,10 +22,13 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
         "gradient_checkpointing": False,  # finetune/lora.py: one device runs plainly
         "prepare_model_for_kbit_training": False,  # nothing of peft is called
         "optim": "adamw_torch",  # finetune/lora.py: torch.optim.AdamW without arguments
+        "per_device_train_batch_size": 1,  # finetune/lora.py: TrainArgs(micro_batch_size=1, global_batch_size=16, epochs=5)
+        "num_train_epochs": 5.0,
     },
     "unsloth": {
         "gradient_checkpointing": True,  # models/loader.py, models/llama.py: use_gradient_checkpointing
         "prepare_model_for_kbit_training": False,  # unsloth_zoo/training_utils.py lifts what is trained, and nothing else
+        "double_quant": True,  # models/loader.py, models/llama.py: bnb_4bit_use_double_quant
         "max_length": 2048,  # models/loader.py: max_seq_length
         # models/rl.py, the replacements in TRL's configurations
         "per_device_train_batch_size": 4,
@@ -46,9 +49,20 @@ _OF_ADAPTERS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def own_defaults(framework: str, *, is_peft: bool, lora_r: int | None) -> Mapping[str, Any]:
-    """The job fields that ``framework`` fills by itself, where they differ from transformers' and peft's."""
+_LITGPT_GLOBAL_BATCH_SIZE: Final = 16  # finetune/lora.py, over all devices
+
+
+def own_defaults(
+    framework: str, *, is_peft: bool, lora_r: int | None, num_gpus: int = 1, batch_size: int | None = None
+) -> Mapping[str, Any]:
+    """The job fields that ``framework`` fills by itself, where they differ from transformers' and peft's.
+
+    ``batch_size``: of a GPU, as the job gives it.
+    """
     fields = dict(_EVERY.get(framework, {}))
+    if framework == "litgpt":  # args.py: TrainArgs.gradient_accumulation_iters
+        of_each = batch_size or fields["per_device_train_batch_size"]
+        fields["gradient_accumulation_steps"] = max(1, _LITGPT_GLOBAL_BATCH_SIZE // num_gpus // of_each)
     if is_peft:
         fields |= _OF_ADAPTERS.get(framework, {})
         if framework == "llamafactory":

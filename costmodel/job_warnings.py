@@ -156,7 +156,7 @@ def _about_unused_fields(job: Job, resolved: ResolvedJob) -> Iterator[str]:
             f"double_quant is not used: it is for nf4 and fp4, and quantization is {resolved.quantization or 'not set'}; "
             "leave one of them out"
         )
-    if job.num_eval_samples is not None and resolved.eval_strategy == "no":
+    if job.num_eval_samples is not None and not resolved.evaluates:
         yield "num_eval_samples is not used: nothing is evaluated without eval_strategy (steps or epoch)"
     if job.usd_per_gpu_hour is not None and (job.cloud is not None or job.tier is not None):
         yield (

@@ -148,7 +148,12 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
 
 
 # The last releases that run on transformers 4, where each expert is a linear and bitsandbytes quantises it.
-_ON_TRANSFORMERS_4: Final[Mapping[str, str]] = {"transformers": "4.57", "trl": "0.24"}
+_ON_TRANSFORMERS_4: Final[Mapping[str, str]] = {
+    "transformers": "4.57",
+    "trl": "0.24",
+    "axolotl": "0.13",
+    "llamafactory": "0.9.4",
+}
 
 
 def _with_a_linear_for_each_expert(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -162,7 +167,8 @@ def _with_a_linear_for_each_expert(answer: Mapping[str, Any]) -> Iterator[str]:
     is_moe = (answer.get("num_active_params") or 0) < (answer.get("num_params") or 0)
     if older is None or not is_moe or job.get("quantization") not in BITSANDBYTES:
         return
-    if transformers_major(job["framework"], str(job.get("framework_version"))) < 5:
+    version = job.get("framework_version")  # absent: the newest
+    if version is not None and transformers_major(job["framework"], str(version)) < 5:
         return
     from costmodel.estimation import estimate  # only a job that does not fit needs it
 

@@ -273,10 +273,11 @@ def _schedule_fields(args: Any, eval_dataset: Any) -> dict[str, Any]:
         fields["max_steps"] = int(args.max_steps)
     else:
         fields["num_train_epochs"] = float(args.num_train_epochs)
+    fields["eval_on_start"] = getattr(args, "eval_on_start", False) or None
     if fields["eval_strategy"] != "no":
         fields["eval_steps"] = args.eval_steps
         fields["eval_delay"] = getattr(args, "eval_delay", None) or None
-        fields["eval_on_start"] = getattr(args, "eval_on_start", False) or None
+    if fields["eval_strategy"] != "no" or fields["eval_on_start"]:
         fields["per_device_eval_batch_size"] = int(args.per_device_eval_batch_size)
         fields["num_eval_samples"] = num_rows(eval_dataset) or None
     if fields["save_strategy"] == "steps":

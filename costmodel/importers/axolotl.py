@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from costmodel.errors import CostModelError, shown
+from costmodel.errors import CostModelError, short, shown
 from costmodel.importers.reading import (
     ConfigReader,
     ImportedJob,
@@ -350,16 +350,14 @@ HARMLESS_PREFIXES: Final = (
     "hatchery",
 )
 
-_PREFERENCES: Final = "the estimate is of supervised fine-tuning of the model"
+_WITHOUT_RL: Final = "of preference and reinforcement learning, which only rl switches on; not used"
 _KERNELS: Final = "this kernel is not modelled; the run needs no more memory or time than estimated"
 NOT_MODELLED: Final[dict[str, str]] = {
-    "trl": f"reinforcement learning is not modelled; {_PREFERENCES}",
-    "vllm": f"reinforcement learning is not modelled; {_PREFERENCES}",
-    "ebft": f"reinforcement learning is not modelled; {_PREFERENCES}",
-    "reward_model": f"reward modelling is not modelled; {_PREFERENCES}",
-    "process_reward_model": f"reward modelling is not modelled; {_PREFERENCES}",
     **dict.fromkeys(
         (
+            "trl",
+            "vllm",
+            "ebft",
             "center_rewards_coefficient",
             "dpo_use_weighting",
             "dpo_label_smoothing",
@@ -380,7 +378,7 @@ NOT_MODELLED: Final[dict[str, str]] = {
             "kto_undesirable_weight",
             "rl_beta",
         ),
-        f"preference learning is not modelled; {_PREFERENCES}",
+        _WITHOUT_RL,
     ),
     "qat": "quantisation-aware training is not modelled",
     "quantization": "quantisation after training is not part of the estimate",
@@ -525,9 +523,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     overrides = reader.mapping("overrides_of_model_config", "model_config")
     if overrides:
         _model_overrides(reader, overrides)
-    rl = reader.value("rl")
-    if is_on(rl):
-        reader.warn(f"rl: {rl} is not modelled; {_PREFERENCES}")
+    _training(reader)
     _precision(reader)
     _method(reader)
     _batch(reader)
@@ -548,6 +544,16 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
         drops_long_samples=strategy == "drop",
         loss_on="all" if reader.flag("train_on_inputs") or reader.value("pretraining_dataset") else "completion",
     )
+
+
+def _training(reader: ConfigReader) -> None:
+    """Whether the file is for preferences or rewards: ``rl``, or one of two switches for reward models."""
+    rl = reader.value("rl")
+    if is_on(rl):
+        reader.is_not_fine_tuning(str(rl), f"rl: {short(str(rl))}", "leave out rl")
+    for key in ("reward_model", "process_reward_model"):
+        if reader.flag(key):
+            reader.is_not_fine_tuning("reward modelling", f"{key}: true", f"leave out {key}")
 
 
 def _model_overrides(reader: ConfigReader, overrides: Mapping[str, Any]) -> None:

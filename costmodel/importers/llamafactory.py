@@ -249,12 +249,8 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "profile_modules": "the profiler's own time is not counted",
 }
 
-_STAGES: Final = {
-    "rm": "reward modelling (two sequences a sample)",
-    "ppo": "PPO (generation, a reference and a reward model)",
-    "dpo": "DPO (two sequences a sample, a reference model)",
-    "kto": "KTO (a reference model)",
-}
+_STAGES: Final = {"rm": "reward modelling", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
+_LOSSES: Final = {"orpo": "ORPO", "simpo": "SimPO", "ipo": "IPO"}  # pref_loss, which stage dpo also runs
 
 
 def read(config: Mapping[str, Any], where: str) -> ImportedJob:
@@ -266,7 +262,8 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     reader.copy("model", "model_name_or_path")
     stage = str(reader.value("stage") or "sft").lower()
     if stage in _STAGES:
-        reader.warn(f"stage: {_STAGES[stage]} is not modelled: the estimate is of supervised fine-tuning of the model")
+        loss = _LOSSES.get(str(reader.config.get("pref_loss")).lower()) if stage == "dpo" else None
+        reader.is_not_fine_tuning(loss or _STAGES[stage], f"stage: {stage}", "set stage: sft")
     _method(reader)
     _quantization(reader)
     _precision(reader)

@@ -32,6 +32,21 @@ DATASET_KEYS: Final = (
 )
 LossOn = Literal["all", "completion", "by_format"]
 
+# Trainings whose step is more than one forward and backward of a batch of texts -> what it does besides.
+_PAIRS: Final = "each sample is two sequences"
+_DRAWS: Final = "each step also generates and scores what it trains on"
+_NOT_FINE_TUNING: Final[Mapping[str, str]] = {
+    "DPO": f"{_PAIRS}, and a reference model reads them too",
+    "IPO": f"{_PAIRS}, and a reference model reads them too",
+    "SimPO": _PAIRS,
+    "ORPO": _PAIRS,
+    "KTO": "a reference model reads each batch too",
+    "PPO": f"{_DRAWS}, with a reference and a reward model",
+    "GRPO": _DRAWS,
+    "RLOO": _DRAWS,
+    "reward modelling": "a head of one number takes the place of the vocabulary's, mostly over pairs of sequences",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -48,6 +63,7 @@ class ImportedJob:
     ``fields`` are those of :class:`costmodel.specs.Job`; ``origins`` says for each where it came from. ``unknown`` keys
     were not used. ``max_samples`` (for each of ``num_datasets``), ``eval_split`` (a share below 1, or samples),
     ``drops_long_samples`` and ``loss_on`` say what the tool would do with a data set; they wait for one to be counted.
+    ``unmodelled``: why the run that the file describes is not priced, with the way out; "" where it is a fine-tuning.
     ``tied``: field -> the field without whose value here it says nothing (a price is that of its own GPU).
     """
 
@@ -66,10 +82,17 @@ class ImportedJob:
     drops_long_samples: bool = False
     loss_on: LossOn | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
+    unmodelled: str = ""
+
+    def require_modelled(self) -> None:
+        """Raises :class:`CostModelError` for a run that is no fine-tuning (DPO, GRPO, reward modelling)."""
+        if self.unmodelled:
+            raise CostModelError(self.unmodelled)
 
     @property
     def job(self) -> Job:
-        """The job. Raises :class:`CostModelError` where the file names no model or contradicts itself."""
+        """The job. Raises :class:`CostModelError` where it is not modelled, names no model or contradicts itself."""
+        self.require_modelled()
         if "model" not in self.fields:
             raise CostModelError(f"{self.where} names no model; give one (--model, or the field model)")
         return parse_job(self.fields)
@@ -128,6 +151,7 @@ class ConfigReader:
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.warnings: list[str] = []
+        self.unmodelled = ""
         self._read: set[str] = set(understood)
 
     def value(self, *keys: str) -> Any:
@@ -207,6 +231,19 @@ class ConfigReader:
         self.fields["framework"] = framework
         self.origins["framework"] = Origin("file", f"the keys of {self.where}")
 
+    def is_not_fine_tuning(self, training: str, said_by: str, way_out: str) -> None:
+        """The run is a ``training`` that is not modelled, as the keys ``said_by`` say: it is read, and not priced.
+
+        ``training``: its name in any case, known here or not. ``way_out``: what makes the file one of a fine-tuning.
+        """
+        known = {name.lower(): name for name in _NOT_FINE_TUNING}
+        name = known.get(training.lower(), short(training))
+        why = _NOT_FINE_TUNING.get(name, "a step is more than one forward and backward of a batch of texts")
+        self.unmodelled = one_line(
+            f"{self.where}: training with {name} is not modelled ({said_by}): {why}; to measure what it costs give its "
+            f"trainer an FTCostCallback; to price supervised fine-tuning of the same model, {way_out} in a copy of the file"
+        )
+
     def warn(self, sentence: str) -> None:
         sentence = one_line(sentence)  # it may quote the file
         if sentence not in self.warnings:
@@ -252,6 +289,7 @@ class ConfigReader:
             harmless=tuple(without_cost),
             unknown=tuple(unknown),
             warnings=tuple(self.warnings),
+            unmodelled=self.unmodelled,
             **facts,
         )
 

@@ -194,45 +194,57 @@ HARMLESS: Final = training_arguments.HARMLESS | frozenset(
 )
 HARMLESS_PREFIXES: Final = (*training_arguments.HARMLESS_PREFIXES, "vllm_", "sapo_", "vespo_", "entropy_")
 
-_PREFERENCES: Final = "preference and reinforcement learning are not modelled; the estimate is of supervised fine-tuning"
+# A file does not name its trainer, but has keys that SFTConfig lacks (trainer/*_config.py). The first training that a key
+# switches on is it; the last are keys that several of them share.
+_OTHER_TRAININGS: Final[dict[str, tuple[str, ...]]] = {
+    "GRPO": (
+        "num_generations",
+        "generation_batch_size",
+        "reward_funcs",
+        "reward_weights",
+        "scale_rewards",
+        "use_vllm",
+        "vllm_mode",
+        "vllm_gpu_memory_utilization",
+    ),
+    "KTO": ("desirable_weight", "undesirable_weight"),
+    "PPO": ("reward_model_path",),
+    "reward modelling": ("center_rewards_coefficient",),
+    "DPO": (
+        "loss_weights",
+        "f_divergence_type",
+        "f_alpha_divergence_coef",
+        "use_weighting",
+        "discopop_tau",
+        "ld_alpha",
+    ),
+    "preferences or rewards": (
+        "beta",
+        "ref_model_mixup_alpha",
+        "ref_model_sync_steps",
+        "sync_ref_model",
+        "precompute_ref_log_probs",
+        "precompute_ref_batch_size",
+        "max_prompt_length",
+        "max_completion_length",
+        "disable_dropout",
+    ),
+}
+# sft_config.py: loss_type, with the alias of an earlier release; transformers' own names are ForCausalLM and its like. Others,
+# and lists of losses, are of other trainers (dpo_config.py, kto_config.py, grpo_config.py).
+_SFT_LOSSES: Final = ("nll", "dft", "chunked_nll")
+_LOSSES: Final = {
+    **dict.fromkeys(("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"), "DPO"),
+    **dict.fromkeys(("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm"), "DPO"),
+    **dict.fromkeys(("kto", "apo_zero_unpaired"), "KTO"),
+    **dict.fromkeys(("grpo", "dr_grpo", "dapo", "bnpo"), "GRPO"),
+}
+
 NOT_MODELLED: Final[dict[str, str]] = {
     **training_arguments.NOT_MODELLED,
+    # Of such trainings too, but too common a name to tell one.
     **dict.fromkeys(
-        (
-            # DPOConfig, KTOConfig, GRPOConfig, RewardConfig
-            "beta",
-            "loss_weights",
-            "ref_model_mixup_alpha",
-            "ref_model_sync_steps",
-            "sync_ref_model",
-            "precompute_ref_log_probs",
-            "precompute_ref_batch_size",
-            "f_divergence_type",
-            "f_alpha_divergence_coef",
-            "label_smoothing",
-            "use_weighting",
-            "discopop_tau",
-            "ld_alpha",
-            "max_prompt_length",
-            "max_completion_length",
-            "num_generations",
-            "generation_batch_size",
-            "reward_model_path",
-            "reward_funcs",
-            "reward_weights",
-            "center_rewards_coefficient",
-            "desirable_weight",
-            "undesirable_weight",
-            "use_vllm",
-            "vllm_mode",
-            "vllm_gpu_memory_utilization",
-            "num_iterations",
-            "epsilon",
-            "temperature",
-            "scale_rewards",
-            "disable_dropout",
-        ),
-        _PREFERENCES,
+        ("label_smoothing", "num_iterations", "epsilon", "temperature"), "of preference and reinforcement learning; not used"
     ),
     "bnb_4bit_quant_storage": "the packing of 4-bit weights changes how they are sharded, not their size",
     "config_overrides": "give the changes as --model-overrides",
@@ -255,6 +267,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     _method(reader, is_trl)
     _data(reader, is_trl)
     _launcher(reader)
+    _training(reader)
     split = reader.number("test_split_size")
     if split is None and (percent := reader.number("validation_split_percentage")) is not None:
         split = percent / 100
@@ -267,6 +280,18 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
         eval_split=split,
         max_samples=int(max_samples) if max_samples else None,
     )
+
+
+def _training(reader: ConfigReader) -> None:
+    """Whether the file is for a trainer of preferences or rewards, and for which."""
+    found = {name: [key for key in keys if is_on(reader.value(key))] for name, keys in _OTHER_TRAININGS.items()}
+    loss_type = reader.value("loss_type")
+    first = loss_type[0] if isinstance(loss_type, list) and loss_type else loss_type
+    if loss_type is not None and loss_type not in _SFT_LOSSES and not str(first).startswith("For"):
+        found[_LOSSES.get(str(first), "preferences or rewards")].append("loss_type")
+    if any(found.values()):
+        keys = ", ".join(key for listed in found.values() for key in listed)
+        reader.is_not_fine_tuning(next(name for name, listed in found.items() if listed), keys, f"leave out {keys}")
 
 
 def _weights(reader: ConfigReader, init: Mapping[str, Any], is_trl: bool) -> None:
@@ -380,8 +405,6 @@ def _data(reader: ConfigReader, is_trl: bool) -> None:
     loss_type = reader.value("loss_type")
     if isinstance(loss_type, str):
         reader.set("loss_type", "nll" if loss_type == "chunked_nll" else loss_type, "loss_type")
-    elif loss_type is not None:
-        reader.warn(f"loss_type: {_PREFERENCES}")
     reader.set("activation_offloading", reader.flag("activation_offloading"), "activation_offloading")
 
 

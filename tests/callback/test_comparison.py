@@ -90,6 +90,13 @@ def case(name: str, step: float, why: str, *, estimate: dict[str, Any] = ESTIMAT
         ),
         case("fewer-tokens", 0.7, "steps hold 30% fewer tokens than expected", num_tokens_per_step=2800.0),
         case(
+            "fewer-tokens-and-faster",
+            0.6,
+            "steps hold 20% fewer tokens than expected; that explains 0.80x of it, "
+            f"the rest (0.75x) is faster than modelled; {CALIBRATE}",
+            num_tokens_per_step=3200.0,
+        ),
+        case(
             "heat", 1.6, "the GPU lowered its clocks for heat; check its cooling",
             throttle_reasons=0x20 | 0x04, busy_fraction=1.0,
         ),

@@ -25,6 +25,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"rows": 12, "eval_strategy": "steps", "eval_steps": 2, "eval_delay": 4},
     {"rows": 12, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
     {"rows": 12, "eval_strategy": "epoch", "eval_on_start": True, "num_train_epochs": 2},
+    {"rows": 12, "eval_strategy": "no", "eval_on_start": True},
     {"rows": 12, "eval_strategy": "epoch", "num_train_epochs": 2.25},
     {"rows": 12, "eval_strategy": "epoch", "num_train_epochs": 3, "eval_delay": 2},
     {"rows": 12, "eval_strategy": "epoch", "num_train_epochs": 2.25, "eval_delay": 3},

@@ -13,6 +13,7 @@ from costmodel.framework_defaults import peft_targets
 from costmodel.hf_config import model_spec_from_config
 from costmodel.importers import import_config
 from costmodel.model_catalog import find_model_config, list_models
+from costmodel.report import does_not_fit_sentence
 from costmodel.specs import parse_job
 from costmodel.units import GIB, GIGA
 
@@ -159,3 +160,46 @@ def test_what_is_said_goes_before_the_frameworks_own(framework: str) -> None:
     }
     job = resolved(framework=framework, method="qlora", **said)
     assert {name: getattr(job, name) for name in said} == said
+
+
+@pytest.mark.parametrize(("num_gpus", "batch", "accumulation"), [(1, None, 16), (1, 4, 4), (4, None, 4), (4, 8, 1)])
+def test_litgpt_accumulates_to_sixteen_samples_of_all_devices(num_gpus: int, batch: int | None, accumulation: int) -> None:
+    job = resolved(framework="litgpt", max_length=512, num_gpus=num_gpus, per_device_train_batch_size=batch)
+    assert (job.per_device_train_batch_size, job.gradient_accumulation_steps) == (batch or 1, accumulation)
+    assert job.num_train_epochs == 5
+
+
+def test_unsloth_quantises_the_scales_too() -> None:
+    assert resolved(framework="unsloth", method="qlora").double_quant
+    assert not resolved(framework="unsloth", method="qlora", double_quant=False).double_quant
+
+
+def test_a_framework_without_a_length_is_named() -> None:
+    with pytest.raises(CostModelError, match="max_length is required: litgpt has no default"):
+        resolved(framework="litgpt", max_length=None)
+
+
+@pytest.mark.parametrize(
+    ("framework", "before", "after"),
+    [("llamafactory", "0.9.4", "0.9.5"), ("axolotl", "0.13.2", "0.14.0"), ("trl", "0.24", "1.0")],
+)
+def test_a_framework_stands_on_the_transformers_that_it_pins(framework: str, before: str, after: str) -> None:
+    """Mixtral in 4 bit: transformers 4 quantises each expert's linears, 5 leaves the stacks in 16 bit."""
+    fields: dict[str, Any] = {"model": "mistralai/Mixtral-8x7B-v0.1", "method": "qlora", "framework": framework}
+    fields |= {"dtype": "bfloat16", "prepare_model_for_kbit_training": False, "gpu": "RTX A6000", "max_length": 512}
+    fields |= {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
+    old, new = (estimate(fields, framework_version=version) for version in (before, after))
+    assert old.memory.weights_bytes < 27 * GIGA
+    assert new.memory.weights_bytes > 85 * GIGA
+    assert (old.verdict, new.verdict) == ("fits", "does_not_fit")
+    assert f"with {framework} " in does_not_fit_sentence(new)
+    assert "transformers 4" in does_not_fit_sentence(new)
+    # a framework that names no version is taken as new
+    assert estimate(fields).memory.weights_bytes == new.memory.weights_bytes
+
+
+def test_an_older_stack_is_named_with_the_defaults() -> None:
+    fields = {"model": LLAMA, "max_length": 512, "framework": "llamafactory"}
+    assert estimate(fields, framework_version="0.9.3").defaults_of == (
+        "llamafactory 0.9.5 over transformers 4 (for llamafactory 0.9.3)"
+    )

@@ -328,7 +328,9 @@ def test_the_largest_that_fits_in_words(max_batch_size: int, max_length: int, li
     assert f"largest that fits  {line}" in text
 
 
-@pytest.mark.parametrize(("framework", "older"), [("transformers", "4.57"), ("trl", "0.24"), ("axolotl", None)])
+@pytest.mark.parametrize(
+    ("framework", "older"), [("transformers", "4.57"), ("trl", "0.24"), ("axolotl", "0.13"), ("unsloth", None)]
+)
 def test_stacked_experts_that_stay_16_bit_have_an_older_stack_as_a_way_out(framework: str, older: str | None) -> None:
     job = {
         "model": "mistralai/Mixtral-8x7B-v0.1",
