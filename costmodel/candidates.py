@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import os
@@ -28,7 +29,7 @@ class Candidate:
     """The job on one GPU at one price. ``estimate`` is ``None`` where the job cannot run there: ``error`` says why.
 
     ``settings`` are the fields that differ from the job as it was given. With ``spot`` (interruptions counted in), the
-    totals are expected ones.
+    totals are expected ones. ``unmet``: the limits of a search that it does not keep, by name.
     """
 
     gpu: str
@@ -40,6 +41,7 @@ class Candidate:
     settings: Mapping[str, Any] = field(default_factory=dict)
     spot: SpotRun | None = None
     warnings: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -76,6 +78,7 @@ class Candidate:
             "total_seconds": self.total_seconds,
             "spot": self.spot.to_dict() if self.spot else None,
             "warnings": list(self.warnings),
+            "unmet": list(self.unmet),
             "error": self.error or None,
             "estimate": self.estimate.to_dict() if self.estimate else None,
         }
@@ -173,6 +176,28 @@ def rank(candidate: Candidate, by: str) -> tuple[float | str, ...]:
     cloud = candidate.price.cloud if candidate.price else ""
     order = (*times, *dollars) if by == "time" else (*dollars, *times)
     return (0 if candidate.fits else 1 if candidate.estimate else 2, *order, candidate.gpu, cloud)
+
+
+def with_pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The same in the same order, each with whether it is on the front."""
+
+    def beaten(usd: float, seconds: float) -> bool:
+        return any(
+            other.fits
+            and other.total_usd is not None
+            and other.total_seconds is not None
+            and other.total_usd <= usd
+            and other.total_seconds <= seconds
+            and (other.total_usd, other.total_seconds) != (usd, seconds)
+            for other in candidates
+        )
+
+    marked = []
+    for each in candidates:
+        usd, seconds = each.total_usd, each.total_seconds
+        on_front = each.fits and usd is not None and seconds is not None and not beaten(usd, seconds)
+        marked.append(dataclasses.replace(each, on_pareto_front=on_front))
+    return tuple(marked)
 
 
 def spot_terms_or_none(spot: object) -> SpotTerms | None:

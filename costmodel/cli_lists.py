@@ -58,7 +58,8 @@ def models_command(
     shown = [fact for fact in facts if _contains((fact.model_id, fact.model_type), text)]
     if not shown:
         nearest = nearest_models(text or "")
-        raise UnknownNameError("model", text, list_models(), "or give a path to its config.json", nearest)
+        way_out = "give a path to its config.json, or see them all: ftcost models"
+        raise UnknownNameError("model", text, list_models(), way_out, nearest)
     if as_json:
         return print_json(
             [

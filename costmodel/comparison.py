@@ -6,7 +6,6 @@ of them.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -25,6 +24,7 @@ from costmodel.candidates import (
     rank,
     spot_terms_or_none,
     tiers_to_search,
+    with_pareto_front,
 )
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import merged_job
@@ -85,7 +85,7 @@ def compare(
         raise CostModelError(f"no GPU has a dated {' or '.join(tiers)} price" + (f" at {job.cloud}" if job.cloud else ""))
     if all(candidate.estimate is None for candidate in candidates):
         raise CostModelError(candidates[0].error)
-    return _with_pareto_front(sorted(candidates, key=lambda each: rank(each, by)))
+    return with_pareto_front(sorted(candidates, key=lambda each: rank(each, by)))
 
 
 def _priced_gpus(tiers: Sequence[str], job: Job) -> list[GpuSpec]:
@@ -94,26 +94,6 @@ def _priced_gpus(tiers: Sequence[str], job: Job) -> list[GpuSpec]:
     if own and job.usd_per_gpu_hour is not None and not isinstance(job.gpu, GpuSpec):
         names.setdefault(own)
     return [find_gpu(name) for name in names]
-
-
-def _with_pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    def beaten(usd: float, seconds: float) -> bool:
-        return any(
-            other.fits
-            and other.total_usd is not None
-            and other.total_seconds is not None
-            and other.total_usd <= usd
-            and other.total_seconds <= seconds
-            and (other.total_usd, other.total_seconds) != (usd, seconds)
-            for other in candidates
-        )
-
-    marked = []
-    for each in candidates:
-        usd, seconds = each.total_usd, each.total_seconds
-        on_front = each.fits and usd is not None and seconds is not None and not beaten(usd, seconds)
-        marked.append(dataclasses.replace(each, on_pareto_front=on_front))
-    return tuple(marked)
 
 
 def _best_batch_and_checkpointing(job: Job, gpu: GpuSpec) -> Mapping[str, Any]:

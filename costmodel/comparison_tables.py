@@ -35,7 +35,8 @@ def comparison_table(
     every_offer: bool = True,
     wide: bool = False,
 ) -> Table:
-    """One line for each candidate, best first; ``*`` marks those that no other beats in both dollars and hours.
+    """One line for each candidate, best first; ``*`` marks those that no other beats in both dollars and hours, ``x`` those
+    that miss a limit of the search.
 
     Without ``every_offer``, the best offer of each GPU and tier, those on the front, and beside an old price that comes
     first the newest of the same GPU and tier. ``wide`` adds intervals, product, date and settings in words; without it a
@@ -49,15 +50,22 @@ def comparison_table(
     kept |= {id(newer) for each in old if (newer := _newest(candidates, each)) is not None}
     shown = [each for each in candidates if every_offer or each.on_pareto_front or id(each) in kept]
     order = "fastest first" if by == "time" else "cheapest first"
+    if any(each.fits and each.unmet for each in shown):
+        order += ", then what misses a limit"
     title = f"Same job, {order} (* = nothing is both cheaper and faster)"
     if unknown := _why_times_are_unknown(candidates):
         title = f"Same job, in no order of time or cost: both are unknown, {unknown}"
     if len(shown) < len(candidates):
         title += f"; {len(candidates) - len(shown)} more: --all, --wide"
+    for limit, word in _LIMITS.items():
+        if late := [_short_gpu(each.gpu) for each in shown if each.fits and limit in each.unmet]:
+            title += f"\nx = misses the {word}: {', '.join(late)}"
     if wide:
         return Table(title, tuple(_wide_row(each, today) for each in shown), _WIDE_COLUMNS, (3, 6))
     if any(_is_old(each, today) for each in shown):
-        title += "\n! = the price is older than 90 days; the newest of the same GPU stands below it"
+        has_newer = any(_is_old(each, today) and _newest(shown, each) is not None for each in shown)
+        title += "\n! = the price is older than 90 days"
+        title += "; the newest of the same GPU stands below it" if has_newer else ""
     if any(each.fits and each.estimate and each.estimate.verdict == "tight" for each in shown):
         title += "\n~ = tight: only the upper end of the memory interval is over the card's"
     if (level := _common_interval(shown)) is not None:
@@ -77,6 +85,13 @@ def _why_times_are_unknown(candidates: Sequence[Candidate]) -> str:
     if not (job.get("num_samples") or job.get("max_steps")):
         return "as the number of samples is not given (--samples and --epochs, or --max-steps)"
     return "as no rate of these GPUs is known for this job"
+
+
+_LIMITS: Final = {"budget_usd": "budget", "deadline_hours": "deadline"}
+
+
+def _marks(each: Candidate) -> str:
+    return ("*" if each.on_pareto_front else "") + ("x" if each.fits and each.unmet else "")
 
 
 _NARROW_COLUMNS: Final = ("", "GPU", "time", "cost", "$/h", "offer", "age", "GiB", "batch")
@@ -117,7 +132,7 @@ def _narrow_row(each: Candidate, today: datetime.date | None) -> tuple[str, ...]
     age = _short_age(days) if days is not None else price.as_of.partition(" ")[0] if price else ""
     size, accumulation = job.get("per_device_train_batch_size"), job.get("gradient_accumulation_steps") or 1
     return (
-        "*" if each.on_pareto_front else "",
+        _marks(each),
         _short_gpu(each.gpu),
         format_hours(each.total_seconds) if each.fits else "too small" if answer else "cannot run",
         format_usd(each.total_usd) if each.fits else "",
@@ -171,7 +186,7 @@ def _wide_row(each: Candidate, today: datetime.date | None) -> tuple[str, ...]:
         time_text = f"{format_hours(each.total_seconds)} with interruptions"
         cost_text = f"{format_usd(each.total_usd)} with interruptions"
     return (
-        "*" if each.on_pareto_front else "",
+        _marks(each),
         each.gpu,
         str(answer.get("verdict") or "error").replace("_", " "),
         format_gib(memory.get("peak_device_bytes")) if answer else "",
@@ -249,7 +264,7 @@ def optimization_tables(result: OptimizeResult, *, today: datetime.date | None =
             )
         )
     if result.others:
-        tables.append(comparison_table(result.others, today=today))
+        tables.append(comparison_table([result.best, *result.others], by=result.ranked_by, today=today))
     return tables
 
 

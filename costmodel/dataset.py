@@ -20,7 +20,7 @@ from costmodel.dataset_rows import Format, Sample, format_of, read_rows
 from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError
 from costmodel.importers import ImportedJob
-from costmodel.lengths import batch_tokens, distribution
+from costmodel.lengths import batch_tokens, cut_at, distribution, joins_and_cuts
 from costmodel.specs import Lengths
 from costmodel.tokenizing import CHARACTERS_PER_TOKEN, CharacterCounter, TokenizerCounter
 
@@ -363,13 +363,14 @@ class DatasetEffects:
 
 def dataset_effects(dataset: DatasetLengths, job: ResolvedJob) -> DatasetEffects:
     """Padding of the job as it is, and what grouping by length, padding-free batches and packing would save."""
-    lengths = distribution(dataset.lengths, job.max_length)
+    lengths = distribution(dataset.lengths, cut_at(job))
 
     def tokens_per_sample(changed: ResolvedJob) -> float:
         batch = batch_tokens(changed, lengths)
         return batch.expected.num_tokens / batch.num_samples
 
     now = batch_tokens(job, lengths)
+    known = job.num_samples or dataset.num_samples
     alternatives: dict[str, ResolvedJob] = {}
     if not job.packing:
         if not job.padding_free:
@@ -377,16 +378,16 @@ def dataset_effects(dataset: DatasetLengths, job: ResolvedJob) -> DatasetEffects
                 job,
                 padding="longest",
                 train_sampling_strategy="group_by_length",
-                num_samples=job.num_samples or dataset.num_samples,
+                num_samples=known,
             )
             alternatives["train_sampling_strategy group_by_length"] = grouped
             alternatives["padding_free"] = replace(job, padding_free=True)
-        alternatives["packing"] = replace(job, packing=True, padding_free=True)
+        alternatives["packing"] = replace(job, packing=True, padding_free=True, num_samples=known)
     current = tokens_per_sample(job)
     return DatasetEffects(
         batch_size=job.per_device_train_batch_size,
         max_length=job.max_length,
         share_of_padding=max(0.0, 1.0 - now.num_non_padding_tokens / now.expected.num_tokens),
-        num_cut=dataset.num_cut(job.max_length),
+        num_cut=0 if joins_and_cuts(job) else dataset.num_cut(job.max_length),
         saved_by={name: max(0.0, 1.0 - tokens_per_sample(changed) / current) for name, changed in alternatives.items()},
     )

@@ -10,7 +10,7 @@ from costmodel.defaults import ResolvedJob, resolve
 from costmodel.errors import CostModelError, shown
 from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
-from costmodel.lengths import BatchTokens, LengthDistribution, batch_tokens, distribution, longest_batch
+from costmodel.lengths import BatchTokens, LengthDistribution, batch_tokens, cut_at, distribution, longest_batch
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, Job, Lengths, parse_gpu
@@ -72,7 +72,7 @@ def describe(parsed: Job, seen: TokensSeen | None = None) -> DescribedJob:
     has_bf16 = gpu is None or gpu.vendor == "CPU" or gpu.peak_bf16_flops_per_second is not None
     resolved, assumed = resolve(parsed, model, has_bf16=has_bf16)
     resolved = _first_equal(resolved)
-    lengths = distribution(parsed.lengths, resolved.max_length) if parsed.lengths else None
+    lengths = distribution(parsed.lengths, cut_at(resolved)) if parsed.lengths else None
     tokens = batch_tokens(resolved, lengths) if lengths else None
     if seen is not None:
         tokens = _tokens_seen(resolved, seen, tokens)

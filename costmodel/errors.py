@@ -59,7 +59,7 @@ class UnknownNameError(CostModelError):
         known = list(known)
         if nearest is None:
             by_lower_name = {option.lower(): option for option in known}
-            close = difflib.get_close_matches(str(name)[:SHOWN_CHARACTERS].lower(), list(by_lower_name), n=3, cutoff=0.5)
+            close = difflib.get_close_matches(str(name)[:SHOWN_CHARACTERS].lower(), list(by_lower_name), n=3, cutoff=0.55)
             nearest = [by_lower_name[match] for match in close]
         nearest = list(nearest)
         message = f"no {kind} matches {shown(name)}"
@@ -80,7 +80,10 @@ class AmbiguousNameError(CostModelError):
 
     def __init__(self, kind: str, name: object, candidates: Iterable[str], way_out: str = "") -> None:
         self.candidates = list(candidates)
-        message = f"{shown(name)} names more than one {kind}; choose one of: {', '.join(self.candidates)}"
+        listed = ", ".join(self.candidates)
+        message = f"{shown(name)} names more than one {kind}; choose one of: {listed}"
+        if len(self.candidates) == 1:
+            message = f"{shown(name)} names more than one {kind}, of which only {listed} is known here"
         super().__init__(f"{message}; {way_out}" if way_out else message)
 
 

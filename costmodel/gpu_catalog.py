@@ -204,6 +204,6 @@ def _find_gpu(name: str) -> GpuSpec:
         raise AmbiguousNameError("GPU", name, [entry.name for entry in matches])
     if matches[0].needs_size(name):
         raise AmbiguousNameError(
-            "GPU", name, [matches[0].name], way_out="cards of other memory sizes carry this name, so say the size"
+            "GPU", name, [matches[0].name], way_out=f"say the size, or describe another: {DESCRIBE_GPU}"
         )
     return _gpu_spec(matches[0].name)

@@ -9,6 +9,7 @@ import bisect
 import functools
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -291,6 +292,11 @@ def joins_and_cuts(job: ResolvedJob) -> bool:
     return job.packing and not job.padding_free and job.framework in _JOIN_AND_CUT
 
 
+def cut_at(job: ResolvedJob) -> int:
+    """Tokens that a sample of this job is cut to."""
+    return sys.maxsize if joins_and_cuts(job) else job.max_length
+
+
 def _packed_samples(job: ResolvedJob, dist: LengthDistribution, rows: int) -> float:
     """Samples in ``rows`` packed rows of ``max_length``, as the framework packs them."""
     if joins_and_cuts(job):
@@ -302,8 +308,8 @@ def _packed_samples(job: ResolvedJob, dist: LengthDistribution, rows: int) -> fl
 
 @functools.lru_cache(maxsize=256)
 def packed_samples_per_row(dist: LengthDistribution, row_tokens: int, num_samples: int | None, framework: str) -> float:
-    """Samples in a row of ``row_tokens`` that takes whole samples only, by packing quantiles of ``dist``: as many as are packed
-    at a time, at most :data:`SAMPLES_PACKED_AT_A_TIME`.
+    """Samples in a row of ``row_tokens`` that takes whole samples only, by packing quantiles of ``dist``: as many as are
+    packed at a time, at most :data:`SAMPLES_PACKED_AT_A_TIME`.
 
     By best fit, longest first: a sample goes into the row with the least room that takes it (TRL ``_pack_bfd``); first fit
     (Axolotl; LLaMA-Factory's knapsacks come to the same) fills rows alike. Torchtune takes samples as they come and closes a

@@ -7,6 +7,7 @@ fits.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import itertools
 import math
@@ -28,6 +29,7 @@ from costmodel.candidates import (
     rank,
     spot_terms_or_none,
     tiers_to_search,
+    with_pareto_front,
 )
 from costmodel.comparison import compare
 from costmodel.errors import CostModelError, UnknownNameError
@@ -97,7 +99,8 @@ class Change:
 class OptimizeResult:
     """The job as given (``start``), each change that saves time or memory alone, and the best combination within the limits.
 
-    ``others``: the best on each other GPU that was searched. ``unmet``: the limits that ``best`` does not keep, by name.
+    ``others``: the best on each other GPU that was searched: those that keep the limits first, then by ``ranked_by``
+    ("usd", or "time" with a budget alone). ``unmet``: the limits that ``best`` does not keep, by name.
     ``effective_batch_size``: samples of an optimizer step before and after, where lengths are known.
     """
 
@@ -112,6 +115,7 @@ class OptimizeResult:
     others: tuple[Candidate, ...]
     unmet: tuple[str, ...]
     num_estimates: int
+    ranked_by: str = "usd"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -126,6 +130,7 @@ class OptimizeResult:
             "others": [candidate.to_dict() for candidate in self.others],
             "unmet": list(self.unmet),
             "num_estimates": self.num_estimates,
+            "ranked_by": self.ranked_by,
         }
 
 
@@ -183,12 +188,13 @@ def optimize(
         settings = _best_combination(trials, base, gpu, rules)
         start = _priced(job, gpu, tiers, {}, spot, today)
         searches.append(_GpuSearch(gpu, start, changes, settings, trials.count))
-    found = [(each, _priced(job, each.gpu, tiers, each.settings, spot, today)) for each in searches]
-    if all(candidate.estimate is None for _, candidate in found):
-        raise CostModelError(found[0][1].error)
-    found.sort(key=lambda each: _rank_with_limits(each[1], budget_usd, deadline_hours))
-    chosen, best = found[0]
-    return _result(chosen, best, [other for _, other in found[1:]], found, budget_usd, deadline_hours)
+    priced = with_pareto_front([_priced(job, each.gpu, tiers, each.settings, spot, today) for each in searches])
+    if all(candidate.estimate is None for candidate in priced):
+        raise CostModelError(priced[0].error)
+    held_against = [dataclasses.replace(each, unmet=_unmet(each, budget_usd, deadline_hours)) for each in priced]
+    by = "time" if budget_usd is not None and deadline_hours is None else "usd"
+    found = sorted(zip(searches, held_against, strict=True), key=lambda each: _rank_with_limits(each[1], by))
+    return _result(found, by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,10 +441,9 @@ def samples_per_step(answer: Estimate) -> float | None:
     return answer.samples_per_second * answer.step_seconds
 
 
-def _rank_with_limits(candidate: Candidate, budget_usd: float | None, deadline_hours: float | None) -> tuple[Any, ...]:
-    by = "time" if budget_usd is not None and deadline_hours is None else "usd"
+def _rank_with_limits(candidate: Candidate, by: str) -> tuple[Any, ...]:
     fits, *order = rank(candidate, by)
-    return (fits, len(_unmet(candidate, budget_usd, deadline_hours)), *order)
+    return (fits, len(candidate.unmet), *order)
 
 
 def _unmet(candidate: Candidate, budget_usd: float | None, deadline_hours: float | None) -> tuple[str, ...]:
@@ -450,14 +455,9 @@ def _unmet(candidate: Candidate, budget_usd: float | None, deadline_hours: float
     return tuple(unmet)
 
 
-def _result(
-    chosen: _GpuSearch,
-    best: Candidate,
-    others: Sequence[Candidate],
-    found: Sequence[tuple[_GpuSearch, Candidate]],
-    budget_usd: float | None,
-    deadline_hours: float | None,
-) -> OptimizeResult:
+def _result(found: Sequence[tuple[_GpuSearch, Candidate]], by: str) -> OptimizeResult:
+    """``found``: each search with the best that it found, best first."""
+    chosen, best = found[0]
     start = chosen.start
     usd_per_second = None
     if start.total_usd is not None and start.total_seconds:
@@ -504,7 +504,8 @@ def _result(
         effective_batch_size=tuple(  # type: ignore[arg-type]
             samples_per_step(each.estimate) if each.estimate else None for each in (start, best)
         ),
-        others=tuple(others),
-        unmet=_unmet(best, budget_usd, deadline_hours),
+        others=tuple(other for _, other in found[1:]),
+        unmet=best.unmet,
         num_estimates=sum(search.num_estimates for search, _ in found),
+        ranked_by=by,
     )

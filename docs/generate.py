@@ -24,6 +24,25 @@ DOCS = Path(__file__).parent
 _NOTE = "<!-- made by docs/generate.py: change the code, not this page -->\n"
 
 
+_TOKENS_OF_METRICS = """
+## Which tokens are counted
+
+Those of the forwards of a step's own batches, in training mode and with gradients on, from the step's begin to the
+optimizer's update. Not counted: evaluations, `generate`, forwards between two steps, and what `torch.export`,
+`torch.jit.trace` or a transform of `torch.func` (`grad`, `vmap`) makes of the model.
+
+* **Two forwards of one batch** (R-drop, contrastive losses, the second pass of SAM inside `optimizer.step`) are two: the
+  tokens are what was computed, twice those of the data set. Tokens a second is then the speed of the machine, not of the
+  data.
+* **A step without a forward that was seen** (its batch was skipped, or its gradients come from `torch.func`) has no token
+  count. Sums are over the other steps, and `num_uncounted_steps` of the summary says how many are left out. Such a step
+  stands in the bill, and is left out of speeds and of the projection.
+* **Padding** is known from an `attention_mask` of (rows, length), given by name or by position, or from the positions of
+  packed rows. A mask of another shape (four dimensions, one for each kind of layer) says who attends to whom: computed
+  tokens are counted, and the real ones are absent.
+"""
+
+
 def metrics_page() -> str:
     """Every figure a tracker may get, by section of its key."""
     sections: dict[str, list[str]] = defaultdict(list)
@@ -45,6 +64,7 @@ def metrics_page() -> str:
         f"`{PREFIX}moe/load/layer_NN`: each expert's share of a layer's tokens, a histogram. `{BY_COST_PREFIX}loss` and\n"
         f"`{BY_COST_PREFIX}eval_loss`: the Trainer's losses once more, on the axis `{COST_AXIS_KEY}`, or `{TIME_AXIS_KEY}`\n"
         "where there is no price.\n",
+        _TOKENS_OF_METRICS,
     ]
     return "".join(parts)
 

@@ -159,6 +159,12 @@ class FTCostCallback(TrainerCallback):
         """Where reports go, from the next training on."""
         return self._sinks
 
+    def report_last_steps(self) -> None:
+        """The Trainer makes its last log: the report of the steps since the one before belongs to it. Must not raise."""
+        run = self._run
+        if isinstance(run, LiveRun) and not run.in_step:
+            self._boundary.call("report", run.report_last_steps)
+
     @_guarded
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         let_go_of_left_trainings()

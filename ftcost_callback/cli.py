@@ -13,7 +13,7 @@ import typer
 
 from costmodel.cli import app, run
 from costmodel.cli_flags import COMMAND_SETTINGS, finite, job_fields_from_flags, with_job_flags
-from costmodel.cli_run import FITS
+from costmodel.cli_run import FITS, WRONG_INPUT, say
 from costmodel.errors import CostModelError
 
 __all__ = ["app", "main"]
@@ -34,22 +34,33 @@ def report_command(
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
     as_json: _Json = False,
 ) -> int:
-    """What recorded runs cost, where the time went, and how that compares with the prediction. Several: side by side."""
+    """What recorded runs cost, where the time went, and how that compares with the prediction. Several: side by side.
+
+    A run that cannot be read does not cost the others: it is said at the end, with exit code 2.
+    """
     from ftcost_callback.report_rows import summary_row, summary_text
 
     if open_page and html is None:
         raise CostModelError("--open needs the page to show: give --html FILE")
-    rows = [summary_row(each) for each in runs] if as_json or html is None else []
+    rows: dict[Path, dict[str, Any]] = {}
+    unread = []
+    for path in runs:
+        try:
+            rows[path] = summary_row(path)
+        except CostModelError as error:
+            unread.append(str(error))
+    if not rows:
+        raise CostModelError("; ".join(unread))
     if html is not None:
         from ftcost_callback.report_html import write_report
 
-        html = write_report(runs, html).resolve()
+        html = write_report(list(rows), html).resolve()
     if as_json:
         from costmodel.report import to_json
 
-        print(to_json(rows))
+        print(to_json(list(rows.values())))
     elif html is None:
-        print("\n".join(summary_text(row) for row in rows))
+        print("\n".join(map(summary_text, rows.values())))
     if html is not None:
         print(f"ftcost: wrote {html}", file=sys.stderr)
         if open_page:
@@ -57,7 +68,9 @@ def report_command(
 
             if not webbrowser.open(html.as_uri()):
                 print(f"ftcost: no browser could be started; open {html}", file=sys.stderr)
-    return FITS
+    for sentence in unread:
+        say(sentence)
+    return WRONG_INPUT if unread else FITS
 
 
 @app.command("wandb-workspace", short_help="Save a W&B workspace with the live figures.")

@@ -73,13 +73,25 @@ def row_lengths(dataset: Any, *, max_rows: int = MAX_ROWS_FOR_ORDER) -> dict[int
     return lengths
 
 
-def num_rows(dataset: Any) -> int | None:
-    """``len(dataset)``, summed over a mapping of data sets; ``None`` for one without a length."""
+def num_documents(dataset: Any) -> int | None:
+    """Samples of a data set, summed over a mapping of data sets: its rows, or where they are packed, what they hold.
+
+    ``None`` for a data set without a length.
+    """
     if dataset is None:
         return None
     if isinstance(dataset, Mapping):
-        counts = [num_rows(each) for each in dataset.values()]
+        counts = [num_documents(each) for each in dataset.values()]
         return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
+    if _is_plain_arrow(dataset) and "seq_lengths" in dataset.column_names and (found := dataset_lengths(dataset)):
+        return found.num_samples
+    return num_rows(dataset)
+
+
+def num_rows(dataset: Any) -> int | None:
+    """``len(dataset)``; ``None`` for one without a length."""
+    if dataset is None:
+        return None
     try:
         return len(dataset)
     except TypeError:

@@ -328,7 +328,7 @@ class LiveReport:
             self._stopped_at_budget = self._stopped_at_budget or row.action == "stopped"
         return self._stopped_at_budget
 
-    def summary(self, *, global_step: int) -> Summary:
+    def summary(self, *, global_step: int, error: BaseException | None = None) -> Summary:
         parts = self._parts
         self._last_step = global_step
         self._look_at_processor_wait()
@@ -347,5 +347,7 @@ class LiveReport:
             predictions=self._opened.prediction.different,
             measured=measured,
             stopped_at_budget=self._stopped_at_budget,
+            is_one_rate=self._opened.spending.is_one_rate,
+            error=error,
             expert_balance=self._balance.summary(self._layer_names, usd_per_hour=self._opened.spending.usd_per_hour),
         )

@@ -34,7 +34,7 @@ from ftcost_callback.run_file import Ledger
 from ftcost_callback.session_opening import Opened, Training, open_session
 from ftcost_callback.session_plan import Identity, Plan, Settings
 from ftcost_callback.sinks.base import FanOut, Sink
-from ftcost_callback.sinks.console import ConsoleSink
+from ftcost_callback.sinks.console import ConsoleSink, dollars, duration
 from ftcost_callback.step_resolution import step_row
 
 _log = logging.getLogger("ftcost_callback")
@@ -75,7 +75,7 @@ class LiveRun(ProcessRun):
         self._sinks = FanOut(sinks)
         self._opened: Opened | None = None
         self._report: LiveReport | None = None  # from begin on
-        self._is_cuda = False
+        self._is_cuda = self._is_over_budget = False
         self._pauses_to_come: frozenset[PauseKind] = frozenset()
         self._step_ended_at = 0.0
         self._said_out_of_memory = False
@@ -126,6 +126,13 @@ class LiveRun(ProcessRun):
         self._step_ended_at = self._clock()
         atexit.register(self._interpreter_exits)
         self.pause("other")  # our own preparations
+        if self.identity.earlier is not None:  # resumed with the budget spent already
+            self._is_over_budget = self._report.over_budget(global_step=training.steps_done)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """What came before this session has spent the budget: training should stop. Known from ``begin`` on."""
+        return self._is_over_budget
 
     def _looks_closely(self) -> bool:
         """A profiler that is left running slows down whatever comes next."""
@@ -290,17 +297,20 @@ class LiveRun(ProcessRun):
 
     # --- the session ends ---------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """In order: the last report, the summary, then everything is let go."""
-        report = self._begun
+    def report_last_steps(self) -> None:
+        """No step follows those done: the last report, where one is due."""
         self.wait_for_steps()
-        last_step = self._steps.last_step
         self._finish_profile()
-        if last_step > report.last_report_step:
+        if self._steps.last_step > self._begun.last_report_step:
             self._make_report(None, with_experts=True)
+
+    def end(self, *, error: BaseException | None = None) -> None:
+        """In order: the last report, the summary, then everything is let go. ``error``: what ended a loop."""
+        self.report_last_steps()
+        report, last_step = self._begun, self._steps.last_step
         self._close_recorder()
         report.over_budget(global_step=last_step, can_stop=False)
-        summary = self._boundary.call("summary", lambda: report.summary(global_step=last_step))
+        summary = self._boundary.call("summary", lambda: report.summary(global_step=last_step, error=error))
         if summary is not None:
             self.record.write(summary)
             self.record.flush()
@@ -348,6 +358,19 @@ class LiveRun(ProcessRun):
             self._ran_out_with = str(error)  # not the error, whose frames hold the memory that the next try needs
         else:
             self.failed(error)
+
+    def epoch_left(self, error: BaseException) -> None:
+        super().epoch_left(error)
+        if not (self._may_be_retried and is_out_of_memory(error)):
+            self._boundary.call("closing line", lambda: self._say_what_it_cost(error))
+
+    def _say_what_it_cost(self, error: BaseException) -> None:
+        """No summary follows. A warning, since it may be the last that is heard of the run."""
+        elapsed = self.recorder.elapsed_seconds
+        spent = self._begun.spent_usd(elapsed)
+        bill = f"{dollars(spent)}, " if spent is not None else ""
+        what, step = type(error).__name__, self._steps.last_step
+        _log.warning("ftcost: training ended with %s after step %d: %s%s", what, step, bill, duration(elapsed))
 
     def failed(self, error: BaseException | None, *, retried_with: int | None = None) -> None:
         """Training broke off with ``error``. When memory ran out, the record says why; the error itself goes on."""

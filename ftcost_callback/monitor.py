@@ -171,6 +171,7 @@ class FTCostMonitor:
         self._wall_clock: Callable[[], float] = time.time
         self._boundary = Boundary()
         self._run: LiveRun | RankRun | None = None
+        self._max_steps: int | None = None  # that training is taken to end at
         self._handles: list[Any] = []
         # Of the batches since the last step, where a loader is watched: their labels, and the forwards done before each.
         self._drawn: list[tuple[Any, int]] = []
@@ -200,8 +201,11 @@ class FTCostMonitor:
         loop = self._loop
         apart = loop.launched_apart
         rank, world_size = apart if apart is not None else loop.rank_and_world_size
+        self._max_steps = loop.max_steps
+        if self._max_steps is not None and self._start_step > self._max_steps:
+            self._ends_elsewhere(self._start_step)
         plan = Plan(
-            max_steps=loop.max_steps,
+            max_steps=self._max_steps,
             eval_strategy="steps" if self._eval_every else "no",
             eval_steps=self._eval_every,
             save_strategy="steps" if self._save_every else "no",
@@ -222,7 +226,7 @@ class FTCostMonitor:
             plan_tokens=lambda: planned_tokens(
                 loop.train_loader,
                 accumulation=loop.accumulation_steps,
-                max_steps=loop.max_steps,
+                max_steps=plan.max_steps,
                 num_processes=world_size,
                 max_length=loop.max_length,
             ),
@@ -263,6 +267,7 @@ class FTCostMonitor:
             )
             startup_seconds, started_at = self._billing.seconds_until(now)
             live_run.begin(training, startup_seconds=startup_seconds, started_at=started_at)
+            self.should_stop = live_run.is_over_budget
         self._boundary.call("optimizer hooks", self._watch_optimizers)
         self._next_step()
 
@@ -317,11 +322,24 @@ class FTCostMonitor:
             run.labels_seen(labels)
         if not run.in_step:  # the loader is watched, and gave no batch
             run.step_begins()
+        if self._max_steps is not None and self.global_step > self._max_steps:
+            self._ends_elsewhere(self.global_step)
+            run.plan_changes(0)
         to_come = self._pauses_to_come()
         self.should_stop = run.step_ends(self.global_step, pauses_to_come=to_come) or self.should_stop
         if "log" in to_come:
             run.pause("log")
         self._next_step()
+
+    def _ends_elsewhere(self, step: int) -> None:
+        """The plan does not hold: nobody knows where the loop ends, so that nothing is projected any more."""
+        _log.warning(
+            "ftcost: step %d is beyond the %d steps that num_steps or num_epochs make (of the whole run, those before "
+            "start_step inside): nothing is projected; give the steps or epochs of the whole run",
+            step,
+            self._max_steps,
+        )
+        self._max_steps = None
 
     def _pauses_to_come(self) -> frozenset[PauseKind]:
         """What follows this step, by the loop's own word."""
@@ -424,9 +442,12 @@ class FTCostMonitor:
         run = self._run
         if run is None:
             return
-        if error is not None and isinstance(run, LiveRun):
-            run.failed(error)
-        run.end()
+        if isinstance(run, LiveRun):
+            if error is not None:
+                run.failed(error)
+            run.end(error=error)
+        else:
+            run.end()
         run.save_ledger(self._own_folder)
 
     def _release(self) -> None:

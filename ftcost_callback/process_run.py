@@ -77,7 +77,7 @@ class ProcessRun:
             trainer,
             EPOCH,
             functools.partial(
-                _telling_of_errors, weakref.WeakMethod(self.epoch_failed), weakref.WeakMethod(self.look_if_removed)
+                _telling_of_errors, weakref.WeakMethod(self.epoch_left), weakref.WeakMethod(self.look_if_removed)
             ),
         )
         self._may_be_retried = bool(getattr(getattr(trainer, "args", None), "auto_find_batch_size", False))
@@ -217,6 +217,10 @@ class ProcessRun:
     def epoch_failed(self, error: BaseException) -> None:
         """``error`` leaves a forward or the epoch, and goes on to whom it belongs. Must not raise."""
 
+    def epoch_left(self, error: BaseException) -> None:
+        """``error``, a keyboard's too, leaves the epoch. Must not raise."""
+        self.epoch_failed(error)
+
     def left(self) -> None:
         """Training was left without a word: nothing of ours stays in the process but the record, for ``abandon``."""
         raise NotImplementedError
@@ -261,10 +265,10 @@ def _telling_of_errors(
     def telling(*args: Any, **kwargs: Any) -> Any:
         try:
             result = method(*args, **kwargs)
-        except Exception as error:
-            epoch_failed = told()
-            if epoch_failed is not None:
-                epoch_failed(error)
+        except BaseException as error:
+            epoch_left = told()
+            if epoch_left is not None:
+                epoch_left(error)
             raise
         if (look_if_removed := look()) is not None:
             look_if_removed()

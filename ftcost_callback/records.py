@@ -79,6 +79,7 @@ class Session(Row):
     model: dict[str, Any] | None = None  # num_params, num_active_params, num_trainable_params, class, ...
     device: dict[str, Any] | None = None  # name, uuid, peak_flops_per_second, peak_source, ...
     price: dict[str, Any] | None = None
+    usd_per_hour: float | None = None  # of the whole job, at that price
     budget: dict[str, Any] | None = None
     versions: dict[str, str] | None = None
     notes: list[str] | None = None  # what is not measured in this run, and why
@@ -322,7 +323,8 @@ class Summary(Row):
     projected_total_usd_high: float | None = None
     measured_over_predicted: dict[str, dict[str, float]] | None = None  # basis -> figure -> ratio
     verdict: str | None = None  # one sentence
-    status: Literal["finished", "stopped_at_budget", "stopped"] = "finished"
+    status: Literal["finished", "failed", "stopped_at_budget", "stopped"] = "finished"
+    error: str | None = None  # type of the exception that ended a loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,9 @@ def _resume_steps(run: ReportedRun) -> list[float]:
 
 
 def _resume_times(run: ReportedRun) -> list[float]:
-    """Seconds at the first row of each later session."""
+    """Seconds of the run at which each later session began: its start-up is behind the line."""
+    if run.sessions:
+        return [session.begins_at for session in run.sessions[1:]]  # of what came before the record too
     elapsed = run.series.columns["elapsed_seconds"]
     return [elapsed[place] for place in run.series.session_starts[1:] if elapsed[place] == elapsed[place]]
 
@@ -175,7 +177,8 @@ def cost_figure(run: ReportedRun) -> tuple[Figure, list[LegendEntry]] | None:
     if banded:
         traces += band(banded, "--accent-wash", low=3, high=4)
         legend.append(("band", "--accent-wash", "its band"))
-    traces_of_prediction, legend_of_prediction = _prediction(run.before, f"total_{quantity}", ends, y_unit, "before the run")
+    predicted_name, basis = f"total_{quantity}", run.basis_of_before
+    traces_of_prediction, legend_of_prediction = _prediction(run.before, predicted_name, ends, y_unit, basis)
     traces += traces_of_prediction
     legend += legend_of_prediction
     if projected:
@@ -256,7 +259,7 @@ def rate_figure(
     raw, median = points_and_median(run, y)
     axis = _step_axis(run)
     ends = (axis["range"][0], axis["range"][1])
-    basis = "on the tokens seen" if run.tokens_seen else "before the run"
+    basis = "on the tokens seen" if run.tokens_seen else run.basis_of_before
     traces, predicted_legend = _prediction(run.best_prediction, predicted_name, ends, 1.0, basis)
     few = len(raw) < 12
     marker = {"color": "--accent" if few else "--accent-dots", "size": 7 if few else 4}
@@ -345,7 +348,8 @@ def heat_figure(run: ReportedRun) -> Figure:
         ]
         largest, row, column = max(known)
         peak = max(peak, largest)
-        steps = f"Counted up to step {last:,}" if first == last else f"Counted up to steps {first:,} to {last:,}"
+        steps = f"step {last:,}" if first == last else f"steps {first:,} to {last:,}"
+        steps = f"Only the tokens of the window{'' if first == last else 's'} that ended at {steps}"
         label = f"{steps}. Largest: {largest:.2f} × in layer {layer_label(experts.layer_names, row)}, expert {column}."
         frames.append({"label": label, "z": [[_rounded(share) for share in layer] for layer in shares]})
     num_layers, num_experts = len(experts.layer_names), max(len(layer) for layer in experts.frames[0][2])

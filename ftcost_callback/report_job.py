@@ -109,11 +109,14 @@ def _sessions_table(run: ReportedRun) -> str:
         counts, seconds = columns["num_steps"][start:end], columns["step_seconds"][start:end]
         by_session[columns["session_index"][start]] = (math.fsum(counts), math.fsum(map(mul, counts, seconds)))
     rows = []
+    costs = [each for each in run.sessions if each.is_recorded]
     for position, session in enumerate(run.series.sessions):
         index = _number_of(session, position)
         num_steps, trained_seconds = by_session.get(index, (0.0, 0.0))
         resumed, startup = finite(session.get("resumed_from_step")), finite(session.get("startup_seconds"))
         device = session.get("device")
+        cost = costs[position] if costs else None
+        price = cost.usd_per_gpu_hour if cost is not None else None
         rows.append(
             [
                 f"{index + 1:.0f}",
@@ -122,10 +125,15 @@ def _sessions_table(run: ReportedRun) -> str:
                 f"{num_steps:,.0f}",
                 escape(duration(trained_seconds)),
                 escape(duration(startup)) if startup is not None else "–",
+                escape(duration(cost.seconds)) if cost is not None else "–",
+                f"{escape(usd(price))}/h" if price is not None else "–",
+                escape(usd(cost.usd, of=run.totals.spent_usd)) if cost is not None and cost.usd is not None else "–",
                 escape(str(device.get("name", "–"))) if isinstance(device, dict) else "–",
             ]
         )
-    return table_html(["Session", "Started", "Resumed from step", "Steps", "In steps", "Start-up", "Device"], rows)
+    head = ["Session", "Started", "Resumed from step", "Steps", "In steps", "Start-up"]
+    head += ["Wall time", "Per GPU", "Cost", "Device"]
+    return table_html(head, rows)
 
 
 def _number_of(session: Mapping[str, Any], position: int) -> float:

@@ -94,7 +94,7 @@ class _Reader:
         elif kind == "session":
             self._take_session(row)
         elif kind == "prediction":
-            self.run.predictions.append(row)
+            self.run.add_prediction(row)
         elif kind == "expert_load":
             try:
                 self.run.experts.add(row)

@@ -13,6 +13,7 @@ from ftcost_callback.report_numbers import duration, percent, usd
 from ftcost_callback.report_reading import read_series
 from ftcost_callback.report_run import ReportedRun, plan_ratio
 from ftcost_callback.report_series import finite, totals
+from ftcost_callback.report_sessions import prices_paid, prices_text
 
 BUCKETS: Final = ("train", "rollout", "eval", "save", "log", "startup", "other")
 _BUCKET_NAMES: Final = {
@@ -42,8 +43,10 @@ def summary_row(path: str | Path) -> dict[str, Any]:
 def summary_text(row: Mapping[str, Any]) -> str:
     """The row for a person: one line that says what and how much, then where the time went and what was predicted."""
     of = f" of {row['max_steps']}" if row.get("max_steps") else ""
-    status = str(row["status"]).replace("_", " ")
-    spent = f"{usd(row['spent_usd'])}, " if row.get("spent_usd") is not None else ""
+    status = str(row["status"]).replace("_", " ") + (f" ({row['error']})" if row.get("error") else "")
+    prices = row.get("usd_per_gpu_hour_paid")  # only where there were several
+    paid = f" ({prices_text(prices)})" if prices else ""
+    spent = f"{usd(row['spent_usd'])}{paid}, " if row.get("spent_usd") is not None else ""
     lines = [f"{row['name']}: {status} at step {row.get('global_step', 0)}{of}: {spent}{duration(row['wall_seconds'])}"]
     shares = [
         f"{_BUCKET_NAMES[name]} {duration(row[f'{name}_seconds'])}"
@@ -64,12 +67,13 @@ def summary_text(row: Mapping[str, Any]) -> str:
         rates.append(f"MFU {percent(row['mfu'])}")
     predicted = []
     if row.get("predicted_usd") is not None:
-        predicted.append(usd(row["predicted_usd"]))
+        predicted.append(usd(row["predicted_usd"]) + (" all at the last price" if prices else ""))
     if row.get("predicted_seconds") is not None:
         predicted.append(duration(row["predicted_seconds"]))
     if predicted:
-        ratio = row.get("total_measured_over_predicted")
-        rates.append(f"predicted {', '.join(predicted)}" + (f" (took {ratio:.2f}x)" if ratio is not None else ""))
+        ratio, of_time = row.get("total_measured_over_predicted"), " the time" if prices else ""
+        took = f" (took {ratio:.2f}x{of_time})" if ratio is not None else ""
+        rates.append(f"predicted {', '.join(predicted)}{took}")
     passes = [
         f"{name} {duration(row[f'{name}_seconds_mean'])}"
         for name in ("forward", "backward", "optimizer")
@@ -90,6 +94,7 @@ def _identity(run: ReportedRun) -> dict[str, Any]:
     price = series.session("price")
     before = run.before
     ratio, _ = plan_ratio(run)
+    prices = prices_paid(series)
     return {
         "run": str(series.path),
         "run_id": series.run_id,
@@ -99,12 +104,24 @@ def _identity(run: ReportedRun) -> dict[str, Any]:
         "started_at": series.sessions[0].get("started_at") if series.sessions else None,
         "max_steps": run.max_steps,
         "usd_per_gpu_hour": finite(price.get("usd_per_gpu_hour")),
+        "usd_per_gpu_hour_paid": prices if len(prices) > 1 else None,
+        "sessions": _sessions(run),
         "predicted_usd": finite(before.get("total_usd")),
         "predicted_seconds": finite(before.get("total_seconds")),
         "projected_usd": None if run.is_over else series.last("projected_total_usd"),
         "projected_seconds": None if run.is_over else series.last("projected_total_seconds"),
         "total_measured_over_predicted": ratio if run.is_complete else None,
     }
+
+
+def _sessions(run: ReportedRun) -> list[dict[str, Any]] | None:
+    """What each of several took and cost."""
+    if len(run.sessions) < 2:
+        return None
+    return [
+        _present({"seconds": each.seconds, "usd_per_gpu_hour": each.usd_per_gpu_hour, "spent_usd": each.usd})
+        for each in run.sessions
+    ]
 
 
 def _figures(run: ReportedRun) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from ftcost_callback.report_numbers import percent
 from ftcost_callback.report_series import RunSeries, Totals, finite, pairs_of
+from ftcost_callback.report_sessions import SessionCost, bucket_usd, is_one_rate, prices_paid, prices_text, session_costs
 
 LEAST_SHARE: Final = 0.01
 """A saving below this share of the wall time is not proposed."""
@@ -30,9 +32,37 @@ class ReportedRun:
         model = model or self.series.session("model").get("class")
         return str(model) if model else f"run {self.series.run_id or self.series.path.stem}"
 
+    @cached_property
+    def sessions(self) -> list[SessionCost]:
+        return session_costs(self.series, self.totals)
+
+    @cached_property
+    def bucket_usd(self) -> dict[str, float]:
+        """Dollars of each time bucket; empty without a price."""
+        return bucket_usd(self.sessions, self.totals)
+
+    @cached_property
+    def compares_dollars(self) -> bool:
+        """One rate was paid all along. Else the prediction's dollars are at the last one, and only times are compared."""
+        return is_one_rate(self.sessions)
+
+    @property
+    def prices_text(self) -> str:
+        return prices_text(prices_paid(self.series))
+
     @property
     def before(self) -> dict[str, Any]:
+        """The prediction that the run is held against: before its first step, or of the last resume, which it follows where
+        the plan has changed."""
         return self.series.prediction("before")
+
+    @property
+    def basis_of_before(self) -> str:
+        """When that was predicted: a resume with the same plan at the same price says nothing new."""
+        first = next((row for row in self.series.predictions if row.get("basis") == "before"), {})
+        figures = ("total_seconds", "total_usd", "step_seconds")
+        is_first = all(_alike(finite(first.get(name)), finite(self.before.get(name))) for name in figures)
+        return "before the run" if is_first else "at the last resume"
 
     @property
     def tokens_seen(self) -> dict[str, Any]:
@@ -59,6 +89,8 @@ class ReportedRun:
             done = f"step {self.num_steps_done:,}{of}" if self.num_steps_done else "no step was finished"
             return f"no summary yet (running or killed), {done}"
         status = str(self.series.summary.get("status", "finished")).replace("_", " ")
+        error = self.series.summary.get("error")
+        status += f" ({error})" if error else ""
         return f"{status} at step {self.num_steps_done:,}" if self.num_steps_done else status
 
     @property
@@ -163,18 +195,26 @@ def predicted_memory(prediction: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plan_ratio(run: ReportedRun) -> tuple[float | None, str]:
-    """Whole-run cost (dollars, else time) over the prediction before the run, and a note on the later prediction."""
+    """Whole run over the prediction that it is held against, and a note on the later prediction.
+
+    In dollars where one price was paid all along, else in time.
+    """
 
     def ratio(prediction: Mapping[str, Any]) -> float | None:
         predicted_usd, predicted_seconds = finite(prediction.get("total_usd")), finite(prediction.get("total_seconds"))
-        if run.final_usd is not None and predicted_usd:
+        if run.final_usd is not None and predicted_usd and run.compares_dollars:
             return run.final_usd / predicted_usd
         return run.final_seconds / predicted_seconds if run.final_seconds is not None and predicted_seconds else None
 
     if run.predicted_gpu is not None:
         return None, f"the prediction is for {run.predicted_gpu}, not the device that trained"
     first, later = ratio(run.before), ratio(run.tokens_seen)
-    return first, f"{later:.2f} on the tokens really seen" if later else "1.00 is on plan" if first else ""
+    of_time = "" if run.compares_dollars or first is None else "of time: the price changed; "
+    return first, of_time + (f"{later:.2f} on the tokens really seen" if later else "1.00 is on plan" if first else "")
+
+
+def _alike(one: float | None, other: float | None) -> bool:
+    return one == other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
 
 
 def _counted(number: int) -> str:
@@ -188,6 +228,7 @@ class Saving:
     seconds: float
     title: str
     advice: str
+    bucket: str  # of the time that it is part of
 
 
 def savings(run: ReportedRun) -> list[Saving]:
@@ -204,32 +245,38 @@ def savings(run: ReportedRun) -> list[Saving]:
             seconds["data_wait"],
             "Feed the GPU sooner",
             "Steps waited for their batch. More `dataloader_num_workers`, or tokenise before the run.",
+            "data_wait",
         ),
         Saving(
             padding * seconds["train"],
             "Compute less padding",
             f"{percent(padding)} of the computed tokens were padding. "
             'Try `train_sampling_strategy="group_by_length"`, `packing` or `padding_free`.',
+            "train",
         ),
         Saving(
             sums.wasted_seconds,
             "Lose fewer steps to an interruption",
             "Steps after the last checkpoint ran twice. A smaller `save_steps` loses fewer.",
+            "train",
         ),
         Saving(
             seconds["eval"],
             "Evaluate less",
             f"{evals} evaluations. Fewer, on fewer samples, or with a larger `per_device_eval_batch_size`.",
+            "eval",
         ),
         Saving(
             seconds["save"],
             "Save less",
             f"{saves} checkpoints. Try `save_only_model`, a larger `save_steps` or a faster disk.",
+            "save",
         ),
         Saving(
             seconds["startup"],
             "Start faster",
             "Paid before the first step. Keep the model and the tokenised data on a disk of the machine.",
+            "startup",
         ),
     ]
     worth = [saving for saving in found if saving.seconds > 0 and saving.seconds >= LEAST_SHARE * sums.wall_seconds]

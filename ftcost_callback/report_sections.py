@@ -84,7 +84,7 @@ def _verdict(run: ReportedRun) -> str | None:
     """One sentence for a run that wrote none."""
     cost, predicted = run.final_usd, finite(run.before.get("total_usd"))
     text: Callable[[float], str] = usd
-    if cost is None or not predicted:
+    if cost is None or not predicted or not run.compares_dollars:
         cost, predicted, text = run.final_seconds, finite(run.before.get("total_seconds")), duration
     if cost is None or not predicted:
         return None
@@ -108,10 +108,9 @@ def _with_unit(text: str) -> str:
 
 def _cards_html(run: ReportedRun) -> str:
     series, sums, before = run.series, run.totals, run.before
-    device, price = series.session("device"), series.session("price")
+    device = series.session("device")
     spent = usd(sums.spent_usd) if sums.spent_usd is not None else None
-    hourly = finite(price.get("usd_per_gpu_hour"))
-    rate = f"at {usd(hourly)} per GPU hour" if hourly else ""
+    rate = run.prices_text
     projected = series.last("projected_total_usd")
     if run.is_complete or projected is None:
         spent_note = ("final, " if run.is_complete and spent else "") + rate
@@ -130,6 +129,9 @@ def _cards_html(run: ReportedRun) -> str:
     else:
         predicted = duration(predicted_seconds) if predicted_seconds is not None else None
         predicted_note = range_text(before.get("total_seconds_low"), before.get("total_seconds_high"), duration)
+    predicted_note = predicted_note and interval + predicted_note
+    if not run.compares_dollars and spent is not None:
+        predicted_note += ", all at the last price" if predicted_note else "all at the last price"
     ratio, ratio_note = plan_ratio(run)
     step = run.steady_step_seconds
     tokens, mfu = run.tokens_per_second("num_non_padding_tokens"), run.mfu
@@ -145,7 +147,7 @@ def _cards_html(run: ReportedRun) -> str:
 
     cards = (
         _card("Spent" if run.is_over else "Spent so far", spent, spent_note, first=True, absent="no price"),
-        _card("Predicted before the run", predicted, predicted_note and interval + predicted_note, absent=no_prediction),
+        _card(f"Predicted {run.basis_of_before}", predicted, predicted_note, absent=no_prediction),
         _card(
             "Total, measured over predicted" if run.is_complete else "Total, projected over predicted",
             f"{ratio:.2f}" if ratio else None,
@@ -195,19 +197,24 @@ def _buckets_html(run: ReportedRun) -> str:
         if seconds > 0
     )
 
-    def row(label: str, seconds: float) -> list[str]:
-        dollars = [usd(sums.usd(seconds) or 0.0, of=sums.spent_usd)] if priced else []
-        return [label, duration(seconds), percent(seconds / sums.wall_seconds), *dollars]
+    def row(label: str, seconds: float, dollars: float | None) -> list[str]:
+        cost = [usd(dollars or 0.0, of=sums.spent_usd)] if priced else []
+        return [label, duration(seconds), percent(seconds / sums.wall_seconds), *cost]
 
-    rows = [row(swatch_html(part) + BUCKET_NAMES[name], seconds) for part, name, seconds in shown if seconds > 0]
+    rows = [
+        row(swatch_html(part) + BUCKET_NAMES[name], seconds, run.bucket_usd.get(name))
+        for part, name, seconds in shown
+        if seconds > 0
+    ]
     head = ["Bucket", "Time", "Share", *(["Cost"] if priced else [])]
     waste = (
         f'<p class="sub">Of this, {escape(duration(sums.wasted_seconds))} was done twice after a resume.</p>'
         if sums.wasted_seconds > 0
         else ""
     )
-    table = table_html(head, rows, total=row("Wall time", sums.wall_seconds))
-    return section_html(title, "", f'<div class="bar">{bar}</div>{table}{waste}')
+    table = table_html(head, rows, total=row("Wall time", sums.wall_seconds, sums.spent_usd))
+    explanation = "" if run.compares_dollars else "Each session at its own price."
+    return section_html(title, explanation, f'<div class="bar">{bar}</div>{table}{waste}')
 
 
 def _savings_html(run: ReportedRun) -> str:
@@ -218,8 +225,9 @@ def _savings_html(run: ReportedRun) -> str:
         return section_html(title, "", absent_html("Nothing in the record is worth 1 % of the run.") + missing)
     items = ""
     for saving in found:
-        dollars, time = run.totals.usd(saving.seconds), escape(duration(saving.seconds))
-        if dollars is not None:
+        time, of_bucket = escape(duration(saving.seconds)), run.totals.bucket_seconds[saving.bucket]
+        if saving.bucket in run.bucket_usd and of_bucket > 0:
+            dollars = run.bucket_usd[saving.bucket] * saving.seconds / of_bucket
             time = f"{usd(dollars, of=run.totals.spent_usd)}<small>{time}</small>"
         why = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(saving.advice, quote=False))
         items += (
@@ -285,7 +293,7 @@ def _predictions_html(run: ReportedRun) -> str:
         ("Peak memory, allocated", "peak_allocated_bytes", run.peak_bytes("peak_allocated_bytes"), gib),
         ("Peak memory, reserved", "peak_reserved_bytes", run.peak_bytes("peak_reserved_bytes"), gib),
     ]
-    bases = [(run.before, "before the run"), (run.tokens_seen, "on the tokens seen")]
+    bases = [(run.before, run.basis_of_before), (run.tokens_seen, "on the tokens seen")]
     bases = [(prediction, text) for prediction, text in bases if prediction]
     rows = []
     for name, key, value, text in measured:
@@ -297,6 +305,7 @@ def _predictions_html(run: ReportedRun) -> str:
             span = range_text(source.get(key + "_low"), source.get(key + "_high"), text)
             cells.append("–" if predicted is None else escape(text(predicted)) + range_html(span))
             comparable = value is not None and predicted and run.predicted_gpu is None
+            comparable = comparable and (run.compares_dollars or key != "total_usd")
             cells.append(f"{value / predicted:.2f}" if comparable and value and predicted else "–")
         if known:
             rows.append([name, escape(text(value)) if value is not None else "–", *cells])
@@ -309,6 +318,8 @@ def _predictions_html(run: ReportedRun) -> str:
     explanation = "1.00 is on plan. "
     if run.predicted_gpu is not None:
         explanation = f"The prediction is for {escape(run.predicted_gpu)}, which did not train: it is not comparable. "
+    if not run.compares_dollars:
+        explanation += "The price changed, and predicted dollars are all at the last one: times are compared. "
     explanation += "Step time and rates leave out the first step of each session and all pauses."
     if run.sessions_in_rates:
         explanation += f" They are of the {run.sessions_in_rates}, on one machine."

@@ -163,6 +163,7 @@ class RunSeries:
     run_id: str | None = None
     sessions: list[dict[str, Any]] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
+    predicted_in: list[int] = field(default_factory=list)  # for each prediction: sessions that had begun by then
     budgets: list[dict[str, Any]] = field(default_factory=list)
     profiles: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] | None = None
@@ -194,10 +195,32 @@ class RunSeries:
     def session_value(self, name: str) -> Any:
         return next((one[name] for one in reversed(self.sessions) if one.get(name) is not None), None)
 
+    def add_prediction(self, row: dict[str, Any]) -> None:
+        self.predictions.append(row)
+        self.predicted_in.append(len(self.sessions))
+
     def prediction(self, basis: str) -> dict[str, Any]:
-        """The first prediction ``before`` the run, or the latest on the ``tokens_seen``; empty when there is none."""
-        found = [row for row in self.predictions if row.get("basis") == basis]
-        return {} if not found else found[0] if basis == "before" else found[-1]
+        """The latest of that basis that is of the run as it was planned last; empty when there is none.
+
+        A session predicts the whole run. One that planned other steps, or trained on another device, predicted another run
+        than the last session's.
+        """
+        planned = self._plan_of(len(self.sessions))
+        row: dict[str, Any]
+        for row, session in zip(reversed(self.predictions), reversed(self.predicted_in), strict=True):
+            differs = any(
+                one is not None and other is not None and one != other
+                for one, other in zip(self._plan_of(session), planned, strict=True)
+            )
+            if row.get("basis") == basis and not differs:
+                return row
+        return {}
+
+    def _plan_of(self, number: int) -> tuple[Any, Any]:
+        """(steps, device) of the session of that number, from 1 on."""
+        session = self.sessions[number - 1] if 0 < number <= len(self.sessions) else {}
+        device = session.get("device")
+        return finite(session.get("max_steps")), device.get("name") if isinstance(device, dict) else None
 
     def measured(self, name: str) -> list[float]:
         """The measured values of one column, in file order."""
@@ -245,12 +268,6 @@ class Totals:
     wasted_seconds: float
     spent_usd: float | None
     finished: bool
-
-    def usd(self, seconds: float) -> float | None:
-        """What that many seconds of this run cost, at the run's own mean rate."""
-        if self.spent_usd is None or self.wall_seconds <= 0:
-            return None
-        return self.spent_usd / self.wall_seconds * seconds
 
 
 def totals(run: RunSeries) -> Totals:

@@ -220,12 +220,23 @@ def summary_of(
     predictions: Sequence[Prediction],
     measured: Measured,
     stopped_at_budget: bool,
+    is_one_rate: bool = True,
+    error: BaseException | None = None,
     expert_balance: dict[str, Any] | None = None,
 ) -> Summary:
-    """The last row of a session: totals over the run; rates over ``standing.steps``, those of ``num_sessions_in_rates``."""
+    """The last row of a session: totals over the run; rates over ``standing.steps``, those of ``num_sessions_in_rates``.
+
+    ``is_one_rate``: whether the run's dollars were all paid at the price of the predictions. ``error``: what ended a loop.
+    """
     totals, steps = standing.totals, standing.steps
     finished = standing.max_steps is not None and standing.global_step >= standing.max_steps
-    status: Literal["finished", "stopped"] = "finished" if finished else "stopped"
+    status: Literal["finished", "failed", "stopped_at_budget", "stopped"] = "stopped"
+    if finished:
+        status = "finished"
+    elif isinstance(error, Exception):  # the others are a keyboard's, or a call to end
+        status = "failed"
+    elif stopped_at_budget:
+        status = "stopped_at_budget"
     return Summary(
         global_step=standing.global_step,
         num_sessions=num_sessions,
@@ -246,19 +257,29 @@ def summary_of(
         energy_joules=energy_joules,
         **_projected(standing.projection if not finished else Projection()),
         measured_over_predicted={
-            each.basis: _ratios(each.estimate, standing, measured, with_totals=finished and measured.predicted_gpu is None)
+            each.basis: _ratios(
+                each.estimate,
+                standing,
+                measured,
+                with_totals=finished and measured.predicted_gpu is None,
+                is_one_rate=is_one_rate,
+            )
             for each in predictions
         }
         or None,
         verdict=standing.comparison.verdict,
-        status="stopped_at_budget" if stopped_at_budget and not finished else status,
+        status=status,
+        error=type(error).__name__ if error is not None else None,
     )
 
 
-def _ratios(estimate: Mapping[str, Any], standing: Standing, measured: Measured, *, with_totals: bool) -> dict[str, float]:
+def _ratios(
+    estimate: Mapping[str, Any], standing: Standing, measured: Measured, *, with_totals: bool, is_one_rate: bool
+) -> dict[str, float]:
     ratios = dict(compare(estimate, measured).ratios)
     if with_totals:
-        for name, value in (("total_seconds", standing.totals.wall_seconds), ("total_usd", standing.spent_usd)):
+        spent_usd = standing.spent_usd if is_one_rate else None  # predicted dollars are all at the last price
+        for name, value in (("total_seconds", standing.totals.wall_seconds), ("total_usd", spent_usd)):
             predicted = estimate.get(name)
             if value is not None and predicted:
                 ratios[name] = value / predicted

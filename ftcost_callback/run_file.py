@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from costmodel.errors import CostModelError
+from costmodel.units import SECONDS_PER_HOUR
 from ftcost_callback.ranks import RankRows
 from ftcost_callback.recorder import BUCKETS, TOKEN_FIELDS, Pace, Totals
 from ftcost_callback.records import (
@@ -312,7 +313,7 @@ class RunRecord:
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)  # one for each session that ended in order
     totals: Totals = field(default_factory=Totals)  # summed over the rows; what a killed session left is inside
-    spent_usd: float | None = None  # at the last row that says
+    spent_usd: float | None = None  # as of the last row; of older records, of the last one that says
     num_unread_lines: int = 0
     remarks: list[str] = field(default_factory=list)  # processes whose tokens are missing
 
@@ -368,6 +369,7 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ran
             totals.add(row)
         else:
             num_unread_lines += 1
+    totals.bill()
     if not record.sessions:
         known = ", ".join(sorted({str(rows[place]["run_id"]) for place in starts}))
         raise CostModelError(f"{file} holds no run {wanted!r}; it holds {known}")
@@ -386,12 +388,22 @@ class _RowTotals:
     def __init__(self) -> None:
         self.totals = Totals()
         self.spent_usd: float | None = None
+        self._spent_at = 0.0  # seconds of the run, as of which that is
+        self._usd_per_hour: float | None = None  # of the session
+
+    def bill(self) -> None:
+        """What the session took since the last row that says what was spent, at its price: it ends, or broke off there."""
+        seconds = self.totals.wall_seconds - self._spent_at
+        if self._usd_per_hour is not None and (self.spent_usd is not None or not self._spent_at):
+            self.spent_usd = (self.spent_usd or 0.0) + max(0.0, seconds) / SECONDS_PER_HOUR * self._usd_per_hour
+            self._spent_at = self.totals.wall_seconds
 
     def add(self, row: Mapping[str, Any]) -> None:
         """A row that is readable (:func:`is_readable`); null is as absent."""
         row = {name: value for name, value in row.items() if value is not None}
         kind = row["type"]
         if kind == Session.TYPE:
+            self.bill()
             if (earlier := row.get("earlier_seconds")) is not None:
                 tokens = row.get("earlier_tokens") or {}
                 known = {name: earlier.get(name, 0.0) for name in BUCKETS}
@@ -401,6 +413,8 @@ class _RowTotals:
                 if 0 < known.get("num_steps", 0) <= known.get("num_uncounted_steps", 0):
                     known |= dict.fromkeys(TOKEN_FIELDS, 0)  # nothing was counted, and these sums are of what is
                 self.totals = dataclasses.replace(self.totals, **known)
+                self._spent_at = self.totals.wall_seconds
+            self._usd_per_hour = row.get("usd_per_hour")
             self.totals = self.totals.plus(startup_seconds=row.get("startup_seconds", 0.0))
         elif kind == Step.TYPE:
             count = row.get("num_steps") or 1
@@ -413,11 +427,13 @@ class _RowTotals:
                 wasted_seconds=seconds + row.get("rollout_seconds", 0.0) * count if row.get("repeated") else 0.0,
                 num_steps=count,
             ).plus_tokens(TokenCounts(**tokens), num_steps=count)
-            self.spent_usd = row.get("spent_usd", self.spent_usd)
+            if "spent_usd" in row:
+                self.spent_usd = row["spent_usd"]
+                self._spent_at = row.get("elapsed_seconds", self.totals.wall_seconds)
         elif kind == Pause.TYPE:
             self.totals = self.totals.plus(**{f"{row['kind']}_seconds": row["seconds"]})
-        elif kind == Summary.TYPE:
-            self.spent_usd = row.get("spent_usd", self.spent_usd)
+        elif kind == Summary.TYPE and "spent_usd" in row:
+            self.spent_usd, self._spent_at = row["spent_usd"], self.totals.wall_seconds
 
 
 def find_record(path: Path) -> Path:

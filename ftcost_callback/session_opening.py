@@ -111,6 +111,7 @@ def open_session(
         model=model,
         device=device or None,
         price=price.model_dump() if price is not None else None,
+        usd_per_hour=usd_per_hour,
         budget=settings.budget_row(),
         versions=call("versions", lambda: _trainer_adapter().versions()),
         notes=notes or None,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from costmodel.units import SECONDS_PER_HOUR
+
+SAME_RATE: Final = 0.01  # relative: less than that is no other price, and what rows round away is not either
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +25,11 @@ class Spending:
         if self.earlier_seconds is None or self.earlier_usd is None:
             return elapsed_seconds / SECONDS_PER_HOUR * self.usd_per_hour
         return self.earlier_usd + (elapsed_seconds - self.earlier_seconds) / SECONDS_PER_HOUR * self.usd_per_hour
+
+    @property
+    def is_one_rate(self) -> bool:
+        """Earlier sessions cost the same an hour: dollars can be held against those of a prediction at this price."""
+        if self.usd_per_hour is None or not self.earlier_seconds or self.earlier_usd is None:
+            return True
+        earlier = self.earlier_usd / self.earlier_seconds * SECONDS_PER_HOUR
+        return abs(earlier - self.usd_per_hour) <= SAME_RATE * self.usd_per_hour

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.errors import CostModelError, shown
 from costmodel.specs import OPTIMIZERS, GpuSpec
-from ftcost_callback.dataset_lengths import dataset_lengths, num_rows
+from ftcost_callback.dataset_lengths import dataset_lengths, num_documents
 from ftcost_callback.live_device import device_facts, versions
 from ftcost_callback.live_model import (
     checkpointing_is_reentrant,
@@ -279,7 +279,7 @@ def _schedule_fields(args: Any, eval_dataset: Any) -> dict[str, Any]:
         fields["eval_delay"] = getattr(args, "eval_delay", None) or None
     if fields["eval_strategy"] != "no" or fields["eval_on_start"]:
         fields["per_device_eval_batch_size"] = int(args.per_device_eval_batch_size)
-        fields["num_eval_samples"] = num_rows(eval_dataset) or None
+        fields["num_eval_samples"] = num_documents(eval_dataset) or None
     if fields["save_strategy"] == "steps":
         fields["save_steps"] = args.save_steps
     return fields
@@ -297,7 +297,7 @@ def _data_fields(args: Any, train_dataset: Any, data_collator: Any) -> dict[str,
         **_padding_fields(args, data_collator),
     }
     if found is None:
-        fields["num_samples"] = num_rows(train_dataset) or None
+        fields["num_samples"] = num_documents(train_dataset) or None
         return fields
     fields |= {
         "lengths": {"histogram": found.histogram},

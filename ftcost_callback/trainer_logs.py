@@ -48,7 +48,7 @@ def attach(trainer: Any, callback: FTCostCallback | None = None, /, **arguments:
     if not any(isinstance(each, LogFigures) for each in handler.callbacks):
         latest = LatestWindowSink()
         measuring.sinks.append(latest)
-        _insert(handler.callbacks, LogFigures(latest), measuring)
+        _insert(handler.callbacks, LogFigures(latest, measuring), measuring)
     return measuring
 
 
@@ -76,8 +76,9 @@ def _reporter_types() -> tuple[type, ...]:
 class LogFigures(TrainerCallback):
     """Adds the figures of the report of this step to ``logs`` and to ``state.log_history``."""
 
-    def __init__(self, latest: LatestWindowSink) -> None:
+    def __init__(self, latest: LatestWindowSink, measuring: FTCostCallback) -> None:
         self.added: dict[str, float] = {}
+        self._measuring = measuring
         self._latest: LatestWindowSink | None = latest
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -85,6 +86,8 @@ class LogFigures(TrainerCallback):
         if logs is None or self._latest is None:
             return
         try:
+            if "train_runtime" in logs:  # the Trainer's last, also of a run that is stopped between two logs
+                self._measuring.report_last_steps()
             window = self._latest.take(state.global_step)
             if window is None:
                 return

@@ -240,7 +240,7 @@ class ConfigReader:
         name = known.get(training.lower(), short(training))
         why = _NOT_FINE_TUNING.get(name, "a step is more than one forward and backward of a batch of texts")
         self.unmodelled = one_line(
-            f"{self.where}: training with {name} is not modelled ({said_by}): {why}; to measure what it costs give its "
+            f"{self.where}: training with {name} is not modelled ({said_by}): {why}; to measure what it costs, give its "
             f"trainer an FTCostCallback; to price supervised fine-tuning of the same model, {way_out} in a copy of the file"
         )
 

@@ -237,7 +237,7 @@ _LOSSES: Final = {
     **dict.fromkeys(("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"), "DPO"),
     **dict.fromkeys(("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm"), "DPO"),
     **dict.fromkeys(("kto", "apo_zero_unpaired"), "KTO"),
-    **dict.fromkeys(("grpo", "dr_grpo", "dapo", "bnpo"), "GRPO"),
+    **dict.fromkeys(("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"), "GRPO"),
 }
 
 NOT_MODELLED: Final[dict[str, str]] = {

@@ -201,7 +201,7 @@ def summary_lines(summary: Summary, num_processes: int = 1) -> list[str]:
     about = "about " if num_processes > 1 else ""
     bill = f"{dollars(summary.spent_usd)}, " if summary.spent_usd is not None else ""
     sessions = f" in {summary.num_sessions} sessions" if summary.num_sessions > 1 else ""
-    status = summary.status.replace("_", " ")
+    status = summary.status.replace("_", " ") + (f" ({summary.error})" if summary.error else "")
     lines = [f"{status} at step {summary.global_step}: {bill}{duration(summary.wall_seconds)}{sessions}"]
     buckets = (
         ("training", summary.train_seconds),

@@ -162,6 +162,25 @@ def test_what_is_no_record_is_refused_in_one_line(
     assert not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.parametrize("form", ["text", "json", "html"])
+def test_a_run_that_is_not_there_does_not_cost_the_others(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = (write_rows(tmp_path / name / "run.jsonl", dense_run()) for name in ("a", "c"))
+    page = tmp_path / "page.html"
+    options = {"text": [], "json": ["--json"], "html": ["--html", page]}[form]
+    assert ftcost("report", first, tmp_path / "b", last, *options) == 2
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1].startswith(f"ftcost: {tmp_path / 'b'}: ")
+    shown = page.read_text(encoding="utf-8") if form == "html" else printed.out
+    if form == "json":
+        assert [row["run"] for row in json.loads(shown)] == [str(first), str(last)]
+    elif form == "text":
+        assert shown == "".join(f"{summary_text(summary_row(each))}\n" for each in (first, last))
+    else:
+        assert "<title>2 runs" in shown
+
+
 def test_a_folder_without_a_record_and_open_without_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ftcost("report", tmp_path) == 2
     assert "holds no _ftcost/run.jsonl" in capsys.readouterr().err

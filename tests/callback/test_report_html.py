@@ -159,7 +159,9 @@ def test_buckets_sum_to_the_wall_time_and_are_the_summary_s(moe_file: Path) -> N
     assert sum(sums.bucket_seconds.values()) == pytest.approx(sums.wall_seconds, rel=1e-12)
     assert series.summary is not None
     assert sums.spent_usd == series.summary["spent_usd"]
-    assert sums.usd(3600.0) == pytest.approx(A40_USD_PER_HOUR)
+    dollars = ReportedRun(series, sums, "r0").bucket_usd
+    assert dollars["train"] == pytest.approx(sums.bucket_seconds["train"] / 3600 * A40_USD_PER_HOUR)
+    assert sum(dollars.values()) == pytest.approx(series.summary["spent_usd"])
 
 
 def test_a_run_without_summary_has_the_same_totals_from_its_rows(tmp_path: Path, moe_file: Path) -> None:
@@ -347,7 +349,7 @@ def test_heat_map_shows_load_over_the_mean_of_the_layer(tmp_path: Path) -> None:
     assert figure["frames"] == [
         {
             "z": [[1.5, 0.5], [None, None]],
-            "label": "Counted up to step 10. Largest: 1.50 × in layer 4, expert 0.",
+            "label": "Only the tokens of the window that ended at step 10. Largest: 1.50 × in layer 4, expert 0.",
         }
     ]
     assert figure["layout"]["yaxis"]["ticktext"] == ["4", "7"]
@@ -688,7 +690,7 @@ def test_a_browser_draws_every_chart_without_a_fault(moe_file: Path, tmp_path: P
     assert seen["widest"] <= width
     # The slider goes back to the first steps, before the load of expert 5 drifted.
     assert seen["last"] > 2.0 > 1.5 > seen["first"]
-    assert seen["label"].startswith("Counted up to steps 10 to 20.")
+    assert seen["label"].startswith("Only the tokens of the windows that ended at steps 10 to 20.")
     assert seen["hover"] == f"model.layers.31.mlp.expertsexpert 5: {seen['first']:.2f} × the mean"
     (page_before, ticks_before), (page_after, ticks_after) = seen["theme"]
     light, night = "rgb(247, 247, 245)", "rgb(19, 21, 23)"

@@ -188,10 +188,14 @@ def test_a_training_that_is_shortened_is_finished_at_its_new_end(tmp_path: Path)
     assert (summary.global_step, summary.status) == (4, "finished")
 
 
-def test_an_order_that_is_not_modelled_is_said() -> None:
+def test_an_order_that_is_not_modelled_is_said(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from ftcost_callback.trainer_adapter import unmodelled_order
+    from ftcost_callback.trainer_adapter import estimate_trainer, unmodelled_order
+
+    trainer = tiny_trainer(tmp_path, [])
+    trainer.args.train_sampling_strategy = "batch_rebalance"
+    assert estimate_trainer(trainer, gpu="H100 SXM", max_length=64).warnings[-1] == unmodelled_order(trainer.args)
 
     assert unmodelled_order(SimpleNamespace(train_sampling_strategy="batch_rebalance")) == (
         "train_sampling_strategy: 'batch_rebalance' is not modelled; a random order is assumed"
@@ -208,3 +212,14 @@ def test_a_mask_given_by_position_keeps_padding_out(tmp_path: Path) -> None:
     )
     trainer.train()
     assert read_run(tmp_path).totals.num_non_padding_tokens == sum(LENGTHS)
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path: Path) -> None:
+    from ftcost_callback.report_rows import summary_row
+
+    tiny_trainer(tmp_path, [measuring()], max_steps=3).train()
+    file = tmp_path / "_ftcost" / "run.jsonl"
+    before = summary_row(tmp_path)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert summary_row(tmp_path) == before
+    assert read_run(tmp_path).num_unread_lines == 0

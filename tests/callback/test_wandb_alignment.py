@@ -135,8 +135,7 @@ def test_keys_added_to_the_trainers_logs_before_the_reporter_are_in_its_row(tmp_
     assert [(row["train/own"], row[STEP]) for row in rows if "train/loss" in row] == [(5, 5), (10, 10)]
 
 
-@pytest.mark.parametrize("every", ["log", "step"])
-@pytest.mark.parametrize("reports_to_wandb", [True, False])
+@pytest.mark.parametrize(("every", "reports_to_wandb"), [("log", True), ("step", False)])
 @pytest.mark.parametrize("place", ["on_step_end before us", "on_step_end", "on_log", "compute_loss"])
 def test_a_user_who_steers_the_step_loses_no_row_and_neither_do_we(
     tmp_path: Path, every: Any, reports_to_wandb: bool, place: str
@@ -173,6 +172,7 @@ def test_a_user_who_steers_the_step_loses_no_row_and_neither_do_we(
     trainer.train()
     wandb.finish()
     rows = history(tmp_path)
+    assert rows
     expected = {"on_log": list(range(2, 11, 2)), "compute_loss": list(range(10))}.get(place, STEPS)
     assert [row["user"] for row in rows if "user" in row] == expected
     reported = [step.global_step for step in read_run(tmp_path / "out").steps if step.projected_total_usd is not None]

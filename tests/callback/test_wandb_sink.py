@@ -293,3 +293,35 @@ def test_an_alert_is_given_only_to_a_server_that_answers(
 def test_nobody_listens_there() -> None:
     assert server_answers("http://127.0.0.1:9") is False
     assert server_answers("nonsense") is False
+
+
+def test_a_row_is_closed_only_while_wandbs_step_is_behind_the_trainings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = wandb.init(project="ftcost-test")
+    sink = WandbSink()
+    sink.open(SESSION, None)
+    sink.log(Window(global_step=1, mfu=0.1), {})
+    assert run.step == 1
+    run.log({"user": 2}, step=2)
+    sink.log(Window(global_step=2, mfu=0.2), {})  # into the user's row
+    assert run.step == 2
+    run.log({"user": 3}, step=3)
+    with caplog.at_level(logging.WARNING, logger="ftcost_callback"):
+        sink.log(Window(global_step=3, mfu=0.3), {})
+        sink.log(Window(global_step=3, mfu=0.4), {})  # nobody has closed the row since, and we may not
+        sink.log(Window(global_step=3, mfu=0.5), {})
+    assert run.step == 3
+    assert len([message for message in caplog.messages if "replaced by the next" in message]) == 1
+    sink.trainer_writes = "after"
+    sink.log(Window(global_step=9, mfu=0.9), {"trainer_logs_next": True})
+    assert run.step == 4  # the row before was closed, and this one is the Trainer's to close
+    sink.close(SUMMARY)
+    assert run.step == 5  # which it did not do
+    wandb.finish()
+    assert [(row.get("user"), row["ftcost/speed/mfu"], row["train/global_step"]) for row in history(tmp_path)] == [
+        (None, 0.1, 1),
+        (2, 0.2, 2),
+        (3, 0.5, 3),
+        (None, 0.9, 9),
+    ]

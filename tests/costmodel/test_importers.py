@@ -66,7 +66,12 @@ def test_example_is_recognised_and_every_key_accounted_for(tool: str, text: str,
     assert len(imported.understood) + len(imported.harmless) == num_keys
     assert len({*imported.understood, *imported.harmless}) == num_keys
     assert set(imported.origins) == set(imported.fields)
-    assert imported.job.framework == tool
+    if imported.unmodelled:
+        with pytest.raises(CostModelError, match="training with DPO is not modelled"):
+            _ = imported.job
+    else:
+        assert imported.job.framework == tool
+    assert bool(imported.unmodelled) == ("stage: dpo" in text)
 
 
 @pytest.mark.parametrize(("tool", "text"), EVERY_EXAMPLE)
@@ -366,18 +371,94 @@ def test_unknown_keys_are_listed_and_said(base: dict[str, Any], key: str) -> Non
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"base_model": "m", "rl": "dpo"}, "rl: dpo is not modelled"),
+        ({"base_model": "m", "dpo_beta": 0.1}, "dpo_beta: of preference and reinforcement learning, which only rl"),
         ({"base_model": "m", "unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters: only these are trained"),
-        ({"stage": "dpo", "model_name_or_path": "m"}, "stage: DPO (two sequences a sample, a reference model)"),
         ({"stage": "sft", "model_name_or_path": "m", "use_galore": True}, "use_galore: GaLore is not modelled"),
-        ({"model_name_or_path": "m", "num_generations": 8}, "num_generations: preference and reinforcement learning"),
+        ({"model_name_or_path": "m", "temperature": 0.7}, "temperature: of preference and reinforcement learning; not used"),
         ({"model_name_or_path": "m", "auto_find_batch_size": True}, "auto_find_batch_size: the batch may be halved"),
     ],
 )
 def test_what_is_not_modelled_is_said_only_when_switched_on(config: dict[str, Any], sentence: str) -> None:
     assert any(sentence in warning for warning in import_mapping(config).warnings)
-    last = list(config)[-1] if "stage" not in config or len(config) > 2 else "stage"
+    last = list(config)[-1]
     assert not any(sentence in warning for warning in import_mapping({**config, last: None}).warnings)
+
+
+_AXOLOTL = {"base_model": "m", "sequence_len": 512, "micro_batch_size": 1}
+_LLAMAFACTORY = {"model_name_or_path": "m", "finetuning_type": "lora"}
+_TRL = {"model_name_or_path": "m", "dataset_name": "d", "max_length": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "training", "way_out"),
+    [
+        pytest.param(_AXOLOTL, {"rl": "dpo"}, "DPO", "leave out rl", id="axolotl-dpo"),
+        pytest.param(_AXOLOTL, {"rl": "grpo", "trl": {"num_generations": 4}, "vllm": {"port": 1}}, "GRPO", "leave out rl"),
+        pytest.param(_AXOLOTL, {"rl": "new_one"}, "new_one", "leave out rl", id="axolotl-unknown-here"),
+        pytest.param(_AXOLOTL, {"reward_model": True}, "reward modelling", "leave out reward_model"),
+        pytest.param(_LLAMAFACTORY, {"stage": "dpo", "pref_beta": 0.1}, "DPO", "set stage: sft", id="llamafactory-dpo"),
+        pytest.param(_LLAMAFACTORY, {"stage": "dpo", "pref_loss": "orpo"}, "ORPO", "set stage: sft"),
+        pytest.param(_LLAMAFACTORY, {"stage": "kto"}, "KTO", "set stage: sft"),
+        pytest.param(_LLAMAFACTORY, {"stage": "ppo"}, "PPO", "set stage: sft"),
+        pytest.param(_LLAMAFACTORY, {"stage": "rm"}, "reward modelling", "set stage: sft"),
+        pytest.param(_TRL, {"beta": 0.1, "loss_type": "sigmoid"}, "DPO", "leave out loss_type, beta", id="trl-dpo"),
+        pytest.param(_TRL, {"loss_type": ["sigmoid", "sft"]}, "DPO", "leave out loss_type"),
+        pytest.param(_TRL, {"beta": 0.1, "desirable_weight": 1.0}, "KTO", "leave out desirable_weight, beta"),
+        pytest.param(_TRL, {"num_generations": 8, "use_vllm": True}, "GRPO", "leave out num_generations, use_vllm"),
+        pytest.param(_TRL, {"center_rewards_coefficient": 0.01}, "reward modelling", "leave out center_rewards"),
+        pytest.param(_TRL, {"beta": 0.1}, "preferences or rewards", "leave out beta", id="trl-which-is-not-said"),
+    ],
+)
+def test_what_is_no_fine_tuning_is_read_and_not_priced(
+    config: dict[str, Any], keys: dict[str, Any], training: str, way_out: str
+) -> None:
+    imported = import_mapping({**config, **keys}, "my.yaml")
+    assert set(imported.understood) | set(imported.harmless) == {*config, *keys}
+    with pytest.raises(CostModelError) as refused:
+        _ = imported.job
+    said = str(refused.value)
+    assert said.startswith(f"my.yaml: training with {training} is not modelled ({next(iter(keys))}") or "loss_type" in keys
+    assert said.startswith(f"my.yaml: training with {training} is not modelled (")
+    assert "give its trainer an FTCostCallback" in said
+    assert way_out in said
+    as_sft = {**config, **({"stage": "sft"} if "stage" in keys else {})}  # what the way out says
+    assert import_mapping(as_sft, "my.yaml").job.model == "m"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"beta": 0.0, "num_generations": None, "sync_ref_model": False}, id="switched-off"),
+        pytest.param({"loss_type": "dft"}, id="a-loss-of-sft"),
+        pytest.param({"loss_type": "ForCausalLM"}, id="a-loss-of-transformers"),
+    ],
+)
+def test_a_fine_tuning_is_not_taken_for_another_training(keys: dict[str, Any]) -> None:
+    assert import_mapping({**_TRL, **keys}).job.model == "m"
+    assert import_mapping({**_LLAMAFACTORY, "stage": "pt"}).job.packing is True
+    assert import_mapping({**_AXOLOTL, "rl": "", "reward_model": False}).job.model == "m"
+
+
+@pytest.mark.parametrize("command", ["estimate", "compare", "optimize"])
+def test_no_command_prices_what_is_no_fine_tuning(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 512\nmicro_batch_size: 1\nrl: dpo\n"
+    path = _write(tmp_path, "dpo.yml", text)
+    told = [path, "-g", "L4", "--lengths", "fixed:300", "--samples", "100"]
+    for form in ([], ["--json"]):
+        assert cli.run([command, *told, *form]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert "training with DPO is not modelled (rl: dpo)" in line
+    assert cli.run([command, _write(tmp_path, "sft.yml", text.replace("rl: dpo\n", "")), *told[1:]]) in (0, 3)
+
+
+def test_a_recorded_config_of_wandb_says_its_training_too() -> None:
+    """As transformers' WandbCallback writes them: every argument of the trainer, also those left at their default."""
+    config = {"model_type": "llama", "hidden_size": 64, "per_device_train_batch_size": 1, "max_steps": 3}
+    assert import_mapping(config).unmodelled == ""
+    assert "training with KTO" in import_mapping({**config, "beta": 0.1, "desirable_weight": 1.0}).unmodelled
+    assert "training with preferences or rewards" in import_mapping({**config, "disable_dropout": True}).unmodelled
 
 
 def _dataclass_fields(module: str, *classes: str) -> set[str]:

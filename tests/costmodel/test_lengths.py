@@ -12,7 +12,7 @@ from costmodel.defaults import resolve
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.hf_config import model_spec_from_config
 from costmodel.length_datasets import length_histogram
-from costmodel.lengths import batch_tokens, distribution, expected_maximum
+from costmodel.lengths import batch_tokens, cut_at, distribution, expected_maximum
 from costmodel.specs import Lengths, parse_job
 
 CONFIG = {
@@ -134,6 +134,88 @@ def test_an_evaluation_is_grouped_by_its_own_batches_and_samples() -> None:
     trained, evaluated = batch_tokens(job, dist), batch_tokens(job, dist, evaluates=True)
     assert trained.expected.num_tokens == pytest.approx(4 * 20, rel=0.001)
     assert evaluated.expected.num_tokens == pytest.approx(4 * (30 - 20 / 2**4))  # one batch: the longest of four
+
+
+FLASH = {"attn_implementation": "flash_attention_2", "packing": True}
+
+
+def _log_normal_lengths(mean: int, longest: int) -> list[int]:
+    source = random.Random(4)
+    return [max(1, min(longest, round(mean * source.lognormvariate(-0.125, 0.5)))) for _ in range(4000)]
+
+
+@pytest.mark.slow  # imports trl
+def test_packed_rows_are_as_many_as_trl_makes() -> None:
+    datasets = pytest.importorskip("datasets")
+    pack_dataset = pytest.importorskip("trl.data_utils").pack_dataset
+    source = random.Random(4)
+    for lengths, max_length in (
+        ([700] * 2000, 1024),  # one sample a row, 68 % filled
+        (_log_normal_lengths(700, 4096), 1024),
+        (_log_normal_lengths(1500, 6000), 2048),
+        (_log_normal_lengths(300, 3000), 2048),
+        ([source.randint(1, 1500) for _ in range(3000)], 2048),
+        ([source.choice((400, 900)) for _ in range(3000)], 1400),
+        ([40] * 64, 512),  # fewer than are packed at a time
+        (_log_normal_lengths(200, 4000), 65_536),  # a thousand samples are three rows and a bit
+    ):
+        plain = datasets.Dataset.from_dict({"input_ids": [[5] * length for length in lengths]})
+        rows = len(pack_dataset(plain, max_length, "bfd"))
+        job = _job(max_length=max_length, framework="trl", per_device_train_batch_size=2, num_samples=len(lengths), **FLASH)
+        packed = batch_tokens(job, distribution(Lengths(values=tuple(lengths)), max_length))
+        assert 2 * len(lengths) / packed.num_samples == pytest.approx(rows, rel=0.02)
+        real = 2 * sum(min(length, max_length) for length in lengths) / rows
+        assert packed.num_non_padding_tokens == packed.expected.num_tokens == pytest.approx(real, rel=0.02)
+        squares = 2 * sum(min(length, max_length) ** 2 for length in lengths) / rows
+        inside = packed.expected.num_attended_pairs - packed.expected.num_masked_pairs
+        assert inside == pytest.approx(squares, rel=0.02)
+
+
+def test_one_length_fills_a_packed_row_with_whole_samples_only() -> None:
+    dist = distribution(Lengths(fixed=300), 1024)
+    packed = batch_tokens(_job(per_device_train_batch_size=2, supervised_fraction=0.5, num_samples=999, **FLASH), dist)
+    assert packed.num_samples == 2 * 3
+    assert packed.expected.num_tokens == packed.num_non_padding_tokens == 2 * 900
+    assert packed.num_supervised_tokens == 900
+    assert packed.expected.num_attended_pairs == 6 * 300**2
+
+
+def test_wrapped_rows_are_full_and_nothing_is_cut_off() -> None:
+    job = _job(framework="trl", packing=True, padding_free=False, per_device_train_batch_size=2)
+    assert cut_at(job) > 3000
+    wrapped = batch_tokens(job, distribution(Lengths(fixed=3000), cut_at(job)))
+    assert wrapped.expected.num_tokens == wrapped.num_non_padding_tokens == wrapped.longest.num_tokens == 2 * 1024
+    assert wrapped.num_samples == pytest.approx(2 * 1024 / 3000)
+    assert wrapped.expected.num_attended_pairs == 2 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("framework", "num_samples", "num_computed"),
+    [
+        pytest.param("trl", 4, 4 * 400, id="trl-computes-the-samples"),
+        pytest.param("llamafactory", 4, 2 * 1024, id="llamafactory-pads-each-row"),
+        pytest.param("axolotl", 5, 2 * 1024, id="axolotl-packs-the-batch-as-one-row"),
+        pytest.param("torchtune", 4, 2 * 1024, id="torchtune-pads-each-row"),
+    ],
+)
+def test_rows_are_packed_and_padded_as_the_framework_does(framework: str, num_samples: int, num_computed: int) -> None:
+    dist = distribution(Lengths(fixed=400), 1024)
+    packed = batch_tokens(_job(framework=framework, per_device_train_batch_size=2, num_samples=1000, **FLASH), dist)
+    assert packed.num_samples == num_samples
+    assert packed.num_non_padding_tokens == num_samples * 400
+    assert packed.expected.num_tokens == num_computed
+
+
+def test_samples_packed_as_they_come_against_simulation() -> None:
+    """Torchtune closes a row with the first sample that does not fit."""
+    lengths = range(1, 1001)
+    source, rows, room = random.Random(7), 0, 0
+    for length in source.choices(lengths, k=100_000):
+        if length > room:
+            rows, room = rows + 1, 1024
+        room -= length
+    packed = batch_tokens(_job(framework="torchtune", **FLASH), distribution(Lengths(values=tuple(lengths)), 1024))
+    assert packed.num_samples / 8 == pytest.approx(100_000 / rows, rel=0.02)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

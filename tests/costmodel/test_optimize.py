@@ -381,6 +381,48 @@ def test_limits_choose_among_gpus() -> None:
     assert optimize(LLAMA, gpus, budget_usd=1000).best.gpu == "H100 SXM"  # the fastest that the money buys
     unmet = optimize(LLAMA, gpus, budget_usd=0.01, deadline_hours=1000)
     assert unmet.unmet == ("budget_usd",)
+    assert [each.unmet for each in unmet.others] == [("budget_usd",)]
+
+
+def _title_and_rows(result: OptimizeResult) -> tuple[str, list[tuple[str, str]]]:
+    table = comparison_tables.optimization_tables(result)[-1]
+    return table.title, [(row[0], row[1]) for row in table.rows]
+
+
+def test_the_table_of_gpus_is_in_the_order_that_it_names_and_says_what_misses_a_limit() -> None:
+    gpus = ["A40", "H100 SXM", "A100-PCIE-40GB"]
+    free = optimize(LLAMA, gpus)
+    by_gpu = {each.gpu: each for each in (free.best, *free.others)}
+    usd = {name: each.total_usd or 0.0 for name, each in by_gpu.items()}
+    hours = {name: (each.total_seconds or 0.0) / 3600 for name, each in by_gpu.items()}
+    cheapest, fastest = sorted(gpus, key=usd.__getitem__), sorted(gpus, key=hours.__getitem__)
+    front = {one for one in gpus if not any(usd[two] <= usd[one] and hours[two] <= hours[one] for two in {*gpus} - {one})}
+    assert front < {*gpus}  # else the marks could not fail
+
+    title, rows = _title_and_rows(free)
+    assert title.startswith("Same job, cheapest first (*")
+    assert rows == [("*" if name in front else "", name) for name in cheapest]
+
+    deadline = sum(sorted(hours.values())[1:]) / 2  # the slowest misses it
+    late = max(gpus, key=hours.__getitem__)
+    result = optimize(LLAMA, gpus, deadline_hours=deadline)
+    title, rows = _title_and_rows(result)
+    assert title.startswith("Same job, cheapest first, then what misses a limit (*")
+    assert f"\nx = misses the deadline: {late}\n" in title
+    assert [name for _, name in rows] == [*(name for name in cheapest if name != late), late]
+    assert [mark.endswith("x") for mark, _ in rows] == [False, False, True]
+    found = [result.best, *result.others]
+    assert [each.to_dict()["unmet"] for each in found] == [[], [], ["deadline_hours"]]
+    assert {each.gpu for each in found if each.on_pareto_front} == front
+
+    budget = sum(sorted(usd.values())[1:]) / 2
+    dear = max(gpus, key=usd.__getitem__)
+    result = optimize(LLAMA, gpus, budget_usd=budget)
+    title, rows = _title_and_rows(result)
+    assert title.startswith("Same job, fastest first, then what misses a limit (*")
+    assert f"\nx = misses the budget: {dear}\n" in title
+    assert [name for _, name in rows] == [*(name for name in fastest if name != dear), dear]
+    assert (free.to_dict()["ranked_by"], result.to_dict()["ranked_by"]) == ("usd", "time")
 
 
 def test_a_job_without_a_gpu_is_searched_on_the_pareto_front() -> None:
