@@ -72,7 +72,7 @@ def read_job(
         raise CostModelError("--tokenizer goes with --dataset")
     if dataset is not None and "lengths" in flags:
         raise CostModelError("give --dataset or --lengths, not both")
-    imported, of_another = _imported_beside(file, flags) if file is not None else (None, ())
+    imported, of_another = _imported_beside(file, flags, dataset) if file is not None else (None, ())
     if imported is not None:
         imported.require_modelled()
     fields = {**(imported.fields if imported is not None else {}), **flags}
@@ -96,13 +96,15 @@ def read_job(
     return JobInput({**fields, **decided}, flags, decided, imported, counted, (*of_the_file, *warnings))
 
 
-def _imported_beside(path: str, flags: Mapping[str, Any]) -> tuple[ImportedJob, list[str]]:
-    """The file's job without what says nothing beside ``flags`` (a run's price, of its own GPU); warnings of that."""
+def _imported_beside(path: str, flags: Mapping[str, Any], dataset: str | None) -> tuple[ImportedJob, list[str]]:
+    """The file's job without what says nothing beside ``flags`` (a run's price, of its own GPU) or beside another data set
+    (the number of its samples); warnings of that."""
     imported = _imported(path)
+    given = {**flags, "dataset": dataset, "lengths": dataset} if dataset is not None else flags
     dropped = [
         name
         for name, owner in imported.tied.items()
-        if owner in flags and name not in flags and not _is_same(owner, flags[owner], imported.fields.get(owner))
+        if owner in given and name not in flags and not _is_same(owner, given[owner], imported.fields.get(owner))
     ]
     if not dropped:
         return imported, []

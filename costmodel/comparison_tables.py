@@ -50,7 +50,7 @@ def comparison_table(
     kept |= {id(newer) for each in old if (newer := _newest(candidates, each)) is not None}
     shown = [each for each in candidates if every_offer or each.on_pareto_front or id(each) in kept]
     order = "fastest first" if by == "time" else "cheapest first"
-    if any(each.fits and each.unmet for each in shown):
+    if any(map(_missed, shown)):
         order += ", then what misses a limit"
     title = f"Same job, {order} (* = nothing is both cheaper and faster)"
     if unknown := _why_times_are_unknown(candidates):
@@ -58,7 +58,7 @@ def comparison_table(
     if len(shown) < len(candidates):
         title += f"; {len(candidates) - len(shown)} more: --all, --wide"
     for limit, word in _LIMITS.items():
-        if late := [_short_gpu(each.gpu) for each in shown if each.fits and limit in each.unmet]:
+        if late := [_short_gpu(each.gpu) for each in shown if limit in _missed(each)]:
             title += f"\nx = misses the {word}: {', '.join(late)}"
     if wide:
         return Table(title, tuple(_wide_row(each, today) for each in shown), _WIDE_COLUMNS, (3, 6))
@@ -90,8 +90,14 @@ def _why_times_are_unknown(candidates: Sequence[Candidate]) -> str:
 _LIMITS: Final = {"budget_usd": "budget", "deadline_hours": "deadline"}
 
 
+def _missed(each: Candidate) -> tuple[str, ...]:
+    """The limits that its total is over; none where the total is unknown or the card too small: the row says that."""
+    totals = {"budget_usd": each.total_usd, "deadline_hours": each.total_seconds}
+    return tuple(limit for limit in each.unmet if each.fits and totals[limit] is not None)
+
+
 def _marks(each: Candidate) -> str:
-    return ("*" if each.on_pareto_front else "") + ("x" if each.fits and each.unmet else "")
+    return ("*" if each.on_pareto_front else "") + ("x" if _missed(each) else "")
 
 
 _NARROW_COLUMNS: Final = ("", "GPU", "time", "cost", "$/h", "offer", "age", "GiB", "batch")

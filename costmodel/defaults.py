@@ -275,8 +275,8 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
         max_length = 1024 if is_trl else own.get("max_length")
         if max_length is None:
             raise CostModelError(
-                f"max_length is required: {'plain transformers' if framework == 'transformers' else framework} has no default "
-                "(rows are as long as the data makes them); give the longest sample in tokens"
+                f"max_length is required: {'plain transformers' if framework == 'transformers' else framework} has no "
+                "default (rows are as long as the data makes them); give the longest sample in tokens"
             )
         assumed.append("max_length")
     epochs = own.get("num_train_epochs", 3.0)
@@ -437,10 +437,12 @@ def _targets(job: Job, model: ModelSpec, own: Mapping[str, Any], assumed: list[s
     if job.lora_target_parameters:
         return ()
     assumed.append("lora_target_modules")
-    targets: str | tuple[str, ...] | None = own.get("lora_target_modules") or peft_targets(model.family)
+    names = sorted({linear.leaf for layer, _ in model.layers for linear in layer.linears})
+    targets: str | tuple[str, ...] | None = own.get("lora_target_modules")
+    if targets is None or (job.framework == "litgpt" and not set(targets) & set(names)):
+        targets = peft_targets(model.family)
     if targets is not None:
         return targets
-    names = sorted({linear.leaf for layer, _ in model.layers for linear in layer.linears})
     if not set(QUERY_AND_VALUE) & set(names):
         raise CostModelError(
             f"lora_target_modules is required: peft has no default for {model.family} and stops without; give all-linear, "

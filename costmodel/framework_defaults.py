@@ -8,6 +8,8 @@ from typing import Any, Final
 READ_VERSIONS: Final[dict[str, str]] = {"llamafactory": "0.9.5", "litgpt": "0.5.13", "unsloth": "2026.10.9"}
 """The versions whose own defaults stand below. What they leave to the Trainer underneath is transformers'."""
 
+QUERY_AND_VALUE: Final = ("q_proj", "v_proj")
+
 _EVERY: Final[dict[str, dict[str, Any]]] = {
     "llamafactory": {
         # model/model_utils/checkpointing.py: on unless disable_gradient_checkpointing; peft's preparation is not called
@@ -40,7 +42,8 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
 
 _OF_ADAPTERS: Final[dict[str, dict[str, Any]]] = {
     "llamafactory": {"lora_target_modules": "all-linear"},  # hparams/finetuning_args.py: lora_target is all
-    "litgpt": {"lora_alpha": 16, "lora_dropout": 0.05},  # finetune/lora.py; query and value
+    # finetune/lora.py: lora_query and lora_value; of a family that has them fused, peft's targets stand in
+    "litgpt": {"lora_alpha": 16, "lora_dropout": 0.05, "lora_target_modules": QUERY_AND_VALUE},
     "unsloth": {  # models/llama.py: get_peft_model
         "lora_r": 16,
         "lora_alpha": 16,
@@ -69,8 +72,6 @@ def own_defaults(
             fields["lora_alpha"] = 2 * (lora_r or 8)  # hparams/finetuning_args.py
     return fields
 
-
-QUERY_AND_VALUE: Final = ("q_proj", "v_proj")
 
 # peft 0.21, utils/constants.py, of the families modelled here. It knows no other: `get_peft_model` then stops and asks.
 _PEFT_TARGETS: Final[dict[str, tuple[str, ...]]] = {

@@ -25,6 +25,15 @@ _NOTE = "<!-- made by docs/generate.py: change the code, not this page -->\n"
 
 
 _TOKENS_OF_METRICS = """
+## What MFU is
+
+Model FLOPs of the tokens that were computed, padding inside, over the seconds of their steps and the device's dense peak
+in the type of its matrix products. Attention counts the full square of a sequence. Not counted: recomputation (`hfu`
+holds it), the gradient of frozen weights, experts that were not chosen, embedding look-ups. Under TRL's trainers that
+compute logits at the supervised positions only, the head counts those only. Pauses and rollouts are no seconds of a step.
+In the run record, `mfu` and `hfu` stand in the rows of `step` at which a report was made, for the steps since the report
+before, and `mfu` of the run in the `summary`. How the FLOPs are counted: [Formulas](formulas.md#flops).
+
 ## Which tokens are counted
 
 Those of the forwards of a step's own batches, in training mode and with gradients on, from the step's begin to the

@@ -42,11 +42,12 @@ def report_command(
 
     if open_page and html is None:
         raise CostModelError("--open needs the page to show: give --html FILE")
-    rows: dict[Path, dict[str, Any]] = {}
-    unread = []
+    read: list[Path] = []
+    rows, unread = [], []
     for path in runs:
         try:
-            rows[path] = summary_row(path)
+            rows.append(summary_row(path))
+            read.append(path)
         except CostModelError as error:
             unread.append(str(error))
     if not rows:
@@ -54,13 +55,13 @@ def report_command(
     if html is not None:
         from ftcost_callback.report_html import write_report
 
-        html = write_report(list(rows), html).resolve()
+        html = write_report(read, html).resolve()
     if as_json:
         from costmodel.report import to_json
 
-        print(to_json(list(rows.values())))
+        print(to_json(rows))
     elif html is None:
-        print("\n".join(map(summary_text, rows.values())))
+        print("\n".join(map(summary_text, rows)))
     if html is not None:
         print(f"ftcost: wrote {html}", file=sys.stderr)
         if open_page:

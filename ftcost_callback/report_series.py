@@ -16,6 +16,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Final
 
+from costmodel.units import SECONDS_PER_HOUR
 from ftcost_callback.records import MAX_NUMBER
 
 MAX_FRAME_CELLS: Final = 250_000
@@ -292,8 +293,11 @@ def totals(run: RunSeries) -> Totals:
         wasted = math.fsum(value * count for value, count, repeated in zip(*columns, strict=True) if repeated == 1)
     spent = run.last("spent_usd")
     elapsed = run.last("elapsed_seconds")
-    if spent is not None and elapsed:
-        spent *= wall / elapsed
+    if spent is not None and elapsed:  # what came after the last row, at the last session's price
+        usd_per_hour = finite(run.sessions[-1].get("usd_per_hour")) if run.sessions else None
+        if usd_per_hour is None:  # of an older record
+            usd_per_hour = spent / elapsed * SECONDS_PER_HOUR
+        spent += (wall - elapsed) / SECONDS_PER_HOUR * usd_per_hour
     if run.summary is not None:
         wall = run.summary_value("wall_seconds") or wall
         seconds = {name: _or(run.summary_value(f"{name}_seconds"), value) for name, value in seconds.items()}

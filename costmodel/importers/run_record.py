@@ -24,8 +24,14 @@ _MAX_ROW_BYTES: Final = 10 * 1000 * 1000
 _FIRST_ROWS: Final = frozenset({"session", "rank_session", "prediction", "step"})
 _WAY_OUT: Final = "give the configuration that it was trained with, one of its checkpoints, or flags: --model, ..."
 
-# Recorded fields that say nothing once another value is given for the field they hang on.
-_TIED: Final = {"usd_per_gpu_hour": "gpu", "calibration": "gpu", "expert_imbalance": "model"}
+# Recorded fields that say nothing once another value is given for what they hang on: a field, or the data set.
+_TIED: Final = {
+    "usd_per_gpu_hour": "gpu",
+    "calibration": "gpu",
+    "expert_imbalance": "model",
+    "num_samples": "dataset",
+    "supervised_fraction": "dataset",
+}
 
 
 def find_record(path: str) -> str | None:
@@ -80,6 +86,9 @@ def read(path: str) -> ImportedJob:
         warnings.append(
             f"max_length: none was recorded; the longest sequence of its steps is taken, {steps.longest_tokens:,}"
         )
+    tied = dict(_TIED)
+    if fields.get("framework") != "trl":  # nobody's setting, but the longest sequence that there was
+        tied["max_length"] = "lengths"
     add("supervised_fraction", steps.supervised_fraction, seen)
     add("expert_imbalance", run.expert_imbalance, "load_max_over_mean of the run")
     known = set(Job.model_fields)
@@ -92,7 +101,7 @@ def read(path: str) -> ImportedJob:
         understood=tuple(name for name in job if name in known),
         unknown=tuple(name for name in job if name not in known),
         warnings=tuple(map(one_line, warnings)),
-        tied={name: owner for name, owner in _TIED.items() if name in fields},
+        tied={name: owner for name, owner in tied.items() if name in fields},
     )
 
 

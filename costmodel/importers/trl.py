@@ -230,8 +230,9 @@ _OTHER_TRAININGS: Final[dict[str, tuple[str, ...]]] = {
         "disable_dropout",
     ),
 }
-# sft_config.py: loss_type, with the alias of an earlier release; transformers' own names are ForCausalLM and its like. Others,
-# and lists of losses, are of other trainers (dpo_config.py, kto_config.py, grpo_config.py).
+OTHER_TRAINING_KEYS: Final = frozenset(key for keys in _OTHER_TRAININGS.values() for key in keys)
+# sft_config.py: loss_type, with the alias of an earlier release; transformers' own names are ForCausalLM and its like. Other
+# names, and lists of losses, are of other trainers (dpo_config.py, kto_config.py, grpo_config.py).
 _SFT_LOSSES: Final = ("nll", "dft", "chunked_nll")
 _LOSSES: Final = {
     **dict.fromkeys(("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"), "DPO"),

@@ -119,6 +119,7 @@ def _is_argument(name: str, flat: Mapping[str, Any]) -> bool:
         name in trl.UNDERSTOOD
         or name in trl.HARMLESS
         or name in trl.NOT_MODELLED
+        or name in trl.OTHER_TRAINING_KEYS
         or name in trl.TRL_MARKERS
         or name in llamafactory.MARKERS
         or name.startswith(training_arguments.HARMLESS_PREFIXES)

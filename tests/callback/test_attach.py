@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_runs import listed_rows, priced_callback, tiny_trainer
+from tiny_runs import listed_rows, priced_callback, stop_at, tiny_trainer
 from wandb_files import history
 
 from costmodel.errors import CostModelError
@@ -83,6 +83,18 @@ def test_the_figures_reach_reporters_and_the_history_and_equal_the_report(tmp_pa
     assert {step: {key: entry[key] for key in LOGGED} for step, entry in kept.items()} == {
         step: {key: entry[key] for key in LOGGED} for step, entry in told.items()
     }
+
+
+def test_a_run_that_is_stopped_between_two_logs_ends_with_its_final_figures(tmp_path: Path) -> None:
+    reporter, memory = recording(), InMemorySink()
+    made = trainer(tmp_path, [reporter, stop_at(3)])
+    attach(made, priced_callback(sinks=[memory]))
+    made.train()
+    assert [(entry["step"], "train_runtime" in entry) for entry in reporter.told] == [(2, False), (3, True)]
+    last, window = reporter.told[-1], memory.windows[-1]
+    assert [each.global_step for each in memory.windows] == [2, 3]
+    assert last["ftcost/cost/spent_usd"] == window.spent_usd > reporter.told[0]["ftcost/cost/spent_usd"]
+    assert window.spent_usd <= memory.summaries[0].spent_usd
 
 
 def test_wandb_gets_each_value_once_and_others_by_the_logs(tmp_path: Path) -> None:

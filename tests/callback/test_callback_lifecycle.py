@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import pickle
+import re
 import shutil
 import threading
 import time
@@ -270,6 +271,36 @@ def test_a_budget_stops_and_saves(tmp_path: Path) -> None:
     assert sink.budgets == record.budgets
     assert record.summary is not None
     assert record.summary.status == "stopped_at_budget"
+
+
+def test_a_resume_over_the_budget_says_so_before_its_first_step(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"usd_per_gpu_hour": 3600.0, "budget_usd": 1e-6, "stop_at_budget": True}
+    tiny_trainer(tmp_path, [callback(**settings)], max_steps=50).train()
+    first = read_run(tmp_path).steps[-1].global_step
+    again = tiny_trainer(tmp_path, [callback(**settings)], max_steps=50)
+    again.train(resume_from_checkpoint=True)
+    record = read_run(tmp_path)
+    stopped = [row.global_step for row in record.budgets if row.action == "stopped"]
+    assert stopped == [first, first]  # the second before the step that the Trainer does in any case
+    assert again.state.global_step == first + 1
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_a_training_that_breaks_off_says_what_it_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    from transformers import TrainerCallback
+
+    class BreakOff(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise error
+
+    with pytest.raises(type(error)):
+        tiny_trainer(tmp_path, [callback(usd_per_gpu_hour=3600.0), BreakOff()]).train()
+    said = [record.message for record in caplog.records if "training ended with" in record.message]
+    assert len(said) == 1
+    assert re.match(rf"ftcost: training ended with {type(error).__name__} after step 2: \$[\d,.]+, [\d.]+ ?(s|min)", said[0])
 
 
 def test_a_budget_in_dollars_without_a_price_is_said_to_be_unwatched(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from costmodel.errors import CostModelError
 from ftcost_callback import FTCostMonitor
+from ftcost_callback.arguments import BillingStart
+from ftcost_callback.report_rows import summary_row, summary_text
 from ftcost_callback.run_file import read_run, run_file_path
 from ftcost_callback.sinks import InMemorySink
 
@@ -164,6 +166,27 @@ def test_a_budget_spent_by_the_last_step_leaves_the_run_finished(tmp_path: Path,
     assert record.budgets[-1].threshold == "100 %"
 
 
+@pytest.mark.parametrize("first_beyond", [4, 10])
+def test_steps_beyond_the_plan_are_said_and_nothing_is_projected(
+    tmp_path: Path, fake_clock: FakeClock, caplog: pytest.LogCaptureFixture, first_beyond: int
+) -> None:
+    if first_beyond == 10:
+        loop = Loop(fake_clock, tmp_path, num_epochs=1, start_step=10)  # of 6
+    else:
+        loop = Loop(fake_clock, tmp_path, num_steps=3)
+    with loop.monitor:
+        loop.train()
+    said = [record.message for record in caplog.records if "beyond the" in record.message]
+    assert len(said) == 1
+    assert f"step {first_beyond} is beyond the {6 if first_beyond == 10 else 3} steps" in said[0]
+    record = read_run(tmp_path)
+    assert len(record.steps) == 6
+    assert all(step.projected_total_seconds is None for step in record.steps if step.global_step >= first_beyond)
+    windows = [window for window in loop.sink.windows if window.global_step >= first_beyond]
+    assert windows
+    assert all(window.max_steps is None and window.projected_total_seconds is None for window in windows)
+
+
 STEP_SECONDS = BATCH_SECONDS + FORWARD_SECONDS + BACKWARD_SECONDS + OPTIMIZER_SECONDS
 
 
@@ -231,6 +254,50 @@ def test_a_loop_goes_on_elsewhere_by_the_ledger_beside_its_checkpoint(tmp_path: 
     assert summary.spent_usd == pytest.approx((4 * STEP_SECONDS + 2.0) + 2 * 6 * STEP_SECONDS)  # each at its own price
 
 
+def test_a_resume_at_another_price_is_held_against_its_plan_in_time(tmp_path: Path, fake_clock: FakeClock) -> None:
+    """A dollar a second for six steps and a save; killed; two dollars a second for the rest."""
+    stopped_after_six_of_twelve(fake_clock, tmp_path)
+    rows = (tmp_path / "_ftcost" / "run.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "_ftcost" / "run.jsonl").write_text("".join(row for row in rows if '"summary"' not in row))
+    price, seconds = 7200.0, 30.0
+    again = Loop(fake_clock, tmp_path, num_steps=10, usd_per_gpu_hour=price, start_step=4)
+    again.monitor._billing = BillingStart(1e9)
+    again.monitor._wall_clock = lambda: 1e9 + seconds  # of starting up
+    with again.monitor:
+        again.train()
+    row = summary_row(tmp_path)
+    first, second = 6 * STEP_SECONDS + 2.0, seconds + 6 * STEP_SECONDS
+    assert row["status"] == "finished"
+    assert row["spent_usd"] == pytest.approx(first + 2 * second)
+    assert row["usd_per_gpu_hour_paid"] == [3600.0, 7200.0]
+    assert [each["spent_usd"] for each in row["sessions"]] == pytest.approx([first, 2 * second])
+    assert [each["seconds"] for each in row["sessions"]] == pytest.approx([first, second])
+    assert "(at $3,600, then $7,200 per GPU hour)" in summary_text(row)
+
+
+def test_what_a_killed_session_took_after_its_last_step_is_billed(tmp_path: Path, fake_clock: FakeClock) -> None:
+    stopped_after_six_of_twelve(fake_clock, tmp_path)
+    file = tmp_path / "_ftcost" / "run.jsonl"
+    rows = [row for row in file.read_text().splitlines(keepends=True) if '"summary"' not in row]
+    pause = '{"type": "pause", "kind": "eval", "global_step": 6, "seconds": 50.0}'
+    file.write_text("".join(rows) + f"{pause}\n")
+    assert read_run(tmp_path).spent_usd == pytest.approx(6 * STEP_SECONDS + 2.0 + 50.0)
+
+
+def test_a_loop_that_goes_on_over_its_budget_may_stop_before_its_first_step(tmp_path: Path, fake_clock: FakeClock) -> None:
+    stopped_after_six_of_twelve(fake_clock, tmp_path)  # with 57.50 spent
+    fields: dict[str, Any] = {"budget_usd": 50.0, "stop_at_budget": True, "start_step": 6, "num_steps": 12}
+    again = Loop(fake_clock, tmp_path, usd_per_gpu_hour=3600.0, **fields)
+    with again.monitor as monitor:
+        assert monitor.should_stop
+    (budget,) = [row for row in read_run(tmp_path).budgets if row.limit == 50.0 and row.action == "stopped"]
+    assert (budget.global_step, budget.spent) == (6, pytest.approx(6 * STEP_SECONDS + 2.0, abs=0.5))
+    assert budget in again.sink.budgets
+    summary = read_run(tmp_path).summary
+    assert summary is not None
+    assert summary.status == "stopped_at_budget"
+
+
 @pytest.mark.parametrize("recorded", ["nothing", "another run", "no session", "nested deep"])
 def test_a_step_that_no_record_reaches_begins_a_run_and_says_so(
     tmp_path: Path, fake_clock: FakeClock, recorded: str, caplog: pytest.LogCaptureFixture
@@ -274,9 +341,9 @@ def test_a_folder_to_resume_from_is_checked_at_once(tmp_path: Path, fake_clock: 
         FTCostMonitor(torch.nn.Linear(2, 2), resume_from=tmp_path)
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+@pytest.mark.parametrize(("error", "status"), [(ValueError("mine"), "failed"), (KeyboardInterrupt(), "stopped")])
 def test_the_loops_own_exception_goes_on_and_leaves_a_readable_record(
-    tmp_path: Path, fake_clock: FakeClock, error: BaseException
+    tmp_path: Path, fake_clock: FakeClock, error: BaseException, status: str
 ) -> None:
     loop = Loop(fake_clock, tmp_path, num_epochs=1)
 
@@ -289,7 +356,8 @@ def test_the_loops_own_exception_goes_on_and_leaves_a_readable_record(
     record = read_run(tmp_path)
     assert len(record.steps) == 4
     assert record.summary is not None
-    assert record.summary.status == "stopped"
+    assert (record.summary.status, record.summary.error) == (status, type(error).__name__)
+    assert f"{status} ({type(error).__name__}) at step 4" in summary_text(summary_row(tmp_path))
     assert num_hooks(loop.model) == 1  # the loop's own
 
 

@@ -22,6 +22,7 @@ from ftcost_callback.report_figures import cost_figure, heat_figure, load_figure
 from ftcost_callback.report_html import render_report, write_report
 from ftcost_callback.report_numbers import count, duration, gib, iso_time, percent, usd
 from ftcost_callback.report_reading import read_series
+from ftcost_callback.report_rows import summary_row, summary_text
 from ftcost_callback.report_run import ReportedRun, savings
 from ftcost_callback.report_series import MAX_FRAMES, totals
 from ftcost_callback.report_thinning import MAX_POINTS, running_median, shorten, stretch_ends, thin_min_max
@@ -400,6 +401,94 @@ def test_cost_chart_holds_spent_projected_and_predicted(moe_file: Path) -> None:
         "spent", "projected total", "its band", "predicted before the run", "its interval", "budget $1.50",
     ]  # fmt: skip
     assert len(figure["layout"]["shapes"]) == 1
+
+
+def two_prices(*, num_steps: int = 4, second_price: float = 7.2) -> list[dict[str, Any]]:
+    """Six seconds at $3.60 an hour, two of them of starting up; then eighteen, ten of them so. Each step takes a second."""
+    rows: list[dict[str, Any]] = []
+    elapsed, spent = 0.0, 0.0
+    for index, (price, startup, steps, predicted) in enumerate(((3.6, 2.0, 4, 20.0), (second_price, 10.0, 8, 30.0))):
+        session = {"type": "session", "run_id": "r", "session_index": index, "startup_seconds": startup}
+        session |= {"price": {"usd_per_gpu_hour": price}, "max_steps": 12 if index == 0 else 8 + num_steps}
+        if index:
+            session |= {"resumed_from_step": 4, "earlier_seconds": {"train_seconds": 4.0, "startup_seconds": 2.0}}
+        dollars = predicted * price / 3600
+        rows += [session, {"type": "prediction", "basis": "before", "total_seconds": predicted, "total_usd": dollars}]
+        elapsed, spent = elapsed + startup, spent + startup * price / 3600
+        for number in range(1, steps + 1):
+            elapsed, spent = elapsed + 1.0, spent + price / 3600
+            step = {"type": "step", "global_step": 4 * index + number, "session_index": index, "step_seconds": 1.0}
+            rows.append({**step, "elapsed_seconds": elapsed, "spent_usd": spent})
+    buckets = {"train_seconds": 12.0, "startup_seconds": 12.0, "eval_seconds": 0.0, "save_seconds": 0.0}
+    summary = {"type": "summary", "global_step": 12, "wall_seconds": 24.0, "spent_usd": spent, "num_sessions": 2}
+    return [*rows, {**summary, **buckets, "status": "finished"}]
+
+
+def test_each_session_costs_what_its_own_price_makes(tmp_path: Path) -> None:
+    run = reported(write_rows(tmp_path / "run.jsonl", two_prices()))
+    assert run.totals.spent_usd == pytest.approx(0.006 + 0.036)
+    assert [(each.begins_at, each.seconds, each.usd) for each in run.sessions] == [
+        (0.0, 6.0, pytest.approx(0.006)),
+        (6.0, 18.0, pytest.approx(0.036)),
+    ]
+    dollars = {name: cost for name, cost in run.bucket_usd.items() if cost}
+    assert dollars == {"train": pytest.approx(0.004 + 0.016), "startup": pytest.approx(0.002 + 0.020)}
+
+
+def test_what_a_killed_run_took_after_its_last_row_is_billed_at_the_last_price(tmp_path: Path) -> None:
+    rows = [row | {"usd_per_hour": 7.2} if row.get("session_index") == 1 else row for row in two_prices()[:-1]]
+    rows.append({"type": "pause", "kind": "eval", "global_step": 12, "seconds": 10.0})
+    run = reported(write_rows(tmp_path / "run.jsonl", rows))
+    assert (run.totals.wall_seconds, run.totals.spent_usd) == (34.0, pytest.approx(0.042 + 0.020))
+    assert [each.usd for each in run.sessions] == [pytest.approx(0.006), pytest.approx(0.056)]
+
+
+def test_a_run_at_two_prices_is_held_against_its_last_plan_in_time_alone(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "run.jsonl", two_prices())
+    row = summary_row(file)
+    assert row["total_measured_over_predicted"] == pytest.approx(24.0 / 30.0)
+    assert (row["predicted_seconds"], row["usd_per_gpu_hour_paid"]) == (30.0, [3.6, 7.2])
+    assert "predicted $0.0600 all at the last price, 30 s (took 0.80x the time)" in summary_text(row | {"mfu": 0.5})
+    text = text_of(render_report([read_series(file)]))
+    assert "final, at $3.60, then $7.20 per GPU hour" in text
+    assert "Predicted at the last resume $0.0600 all at the last price" in text
+    assert "of time: the price changed" in text
+    assert "Whole run, cost $0.0420 $0.0600 – Whole run, time 24 s 30 s 0.80" in text  # noqa: RUF001
+    assert "$3.60/h $0.0060" in text
+    assert "$7.20/h $0.0360" in text
+
+
+def test_a_run_at_one_price_is_held_against_its_last_plan_in_dollars(tmp_path: Path) -> None:
+    row = summary_row(write_rows(tmp_path / "run.jsonl", two_prices(second_price=3.6)))
+    assert row["total_measured_over_predicted"] == pytest.approx(24.0 / 30.0)
+    assert "usd_per_gpu_hour_paid" not in row
+    assert row["predicted_usd"] == pytest.approx(0.03)
+
+
+def test_a_prediction_of_another_plan_is_not_held_against_the_run(tmp_path: Path) -> None:
+    rows = two_prices(num_steps=40)
+    rows = [row for place, row in enumerate(rows) if row["type"] != "prediction" or place < 3]  # the second has none
+    row = summary_row(write_rows(tmp_path / "run.jsonl", rows))
+    assert "predicted_seconds" not in row
+    assert "total_measured_over_predicted" not in row
+
+
+def test_a_resume_is_drawn_where_its_session_began(tmp_path: Path) -> None:
+    found = cost_figure(reported(write_rows(tmp_path / "run.jsonl", two_prices())))
+    assert found is not None
+    assert [shape["x0"] for shape in found[0]["layout"]["shapes"]] == [6]
+
+
+def test_what_came_before_the_record_has_its_own_price(tmp_path: Path) -> None:
+    rows = two_prices()
+    rows = rows[[row.get("session_index") for row in rows].index(1) :]  # the first session is on another machine
+    run = reported(write_rows(tmp_path / "run.jsonl", rows))
+    assert [(each.is_recorded, each.usd) for each in run.sessions] == [
+        (False, pytest.approx(0.006)),
+        (True, pytest.approx(0.036)),
+    ]
+    assert not run.compares_dollars
+    assert sum(run.bucket_usd.values()) == pytest.approx(0.042)
 
 
 def test_a_budget_far_above_the_curves_does_not_press_them_flat(tmp_path: Path) -> None:

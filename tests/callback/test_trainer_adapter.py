@@ -18,7 +18,7 @@ from torch.utils.data import Dataset as TorchDataset
 from costmodel.errors import CostModelError
 from costmodel.gpu_catalog import find_gpu
 from costmodel.specs import parse_job
-from ftcost_callback.dataset_lengths import dataset_lengths, num_rows, row_lengths
+from ftcost_callback.dataset_lengths import dataset_lengths, num_documents, row_lengths
 from ftcost_callback.live_device import recognise_gpu
 from ftcost_callback.live_model import logical_numel, method_fields, quantization_fields, weights_dtype_fields
 from ftcost_callback.trainer_adapter import device_facts, estimate_trainer, job_from_objects, model_facts, versions
@@ -269,6 +269,41 @@ def test_an_sft_trainer_with_packing_and_lora(tmp_path: Path) -> None:
     assert estimate.num_trainable_params == model_facts(trainer.model)["num_trainable_params"]
 
 
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+@pytest.mark.parametrize("tokens", [range(20, 21), range(4, 60)], ids=["one-length", "mixed"])
+def test_the_packed_rows_of_a_trainer_are_predicted(tokens: range, strategy: str, tmp_path: Path) -> None:
+    """Samples of 20 tokens fill rows of 50 to 40, not to the brim; rows that are cut anywhere are full."""
+    trl = pytest.importorskip("trl")
+    source = random.Random(1)
+    rows = datasets.Dataset.from_dict({"input_ids": [[5] * source.choice(tokens) for _ in range(100)]})
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        eval_strategy="epoch",
+        max_length=50,
+        packing=True,
+        packing_strategy=strategy,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        num_train_epochs=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = trl.SFTTrainer(
+        model=llama(), args=args, train_dataset=rows, eval_dataset={"a": rows}, processing_class=tokenizer()
+    )
+    packed = [len(row) for row in trainer.train_dataset["input_ids"]]
+    answer = estimate_trainer(trainer, gpu="NVIDIA A40")
+    assert answer.num_steps == pytest.approx(len(packed), rel=0.02)
+    assert answer.num_tokens_per_step == pytest.approx(sum(packed) / len(packed), rel=0.02)
+    job = job_from_objects(
+        model=trainer.model, args=args, train_dataset=trainer.train_dataset, eval_dataset=trainer.eval_dataset
+    )
+    assert job["num_eval_samples"] == job["num_samples"] == (100 if strategy == "bfd" else len(packed))
+
+
 def test_the_estimate_of_a_trainer(tmp_path: Path) -> None:
     trainer = transformers.Trainer(model=mixtral(), args=arguments(tmp_path), train_dataset=ROWS)
     answer = estimate_trainer(trainer, gpu="NVIDIA A40", usd_per_gpu_hour=0.79).to_dict()
@@ -432,14 +467,14 @@ def test_what_would_run_somebody_s_code_is_not_read() -> None:
             raise AssertionError("must not be called")
 
     assert dataset_lengths(Touchy()) is None
-    assert num_rows(Touchy()) == 7
-    assert num_rows({"a": Touchy(), "b": ROWS}) == 27
+    assert num_documents(Touchy()) == 7
+    assert num_documents({"a": Touchy(), "b": ROWS}) == 27
     tokenised_on_the_fly = datasets.Dataset.from_list(ROWS)
     tokenised_on_the_fly.set_transform(lambda batch: 1 / 0)
     assert dataset_lengths(tokenised_on_the_fly) is None
     streamed = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     assert dataset_lengths(streamed) is None
-    assert num_rows(streamed) is None
+    assert num_documents(streamed) is None
     assert dataset_lengths([{"pixel_values": 1}]) is None
     assert dataset_lengths([]) is None
 
@@ -471,7 +506,7 @@ class LazyMapping(Mapping[str, Any]):
 def test_a_list_or_row_of_the_users_own_kind_is_not_read(rows: Any) -> None:
     assert dataset_lengths(rows) is None
     assert row_lengths(rows) is None
-    assert num_rows(rows) == len(rows)
+    assert num_documents(rows) == len(rows)
 
 
 def test_a_tuple_of_rows_is_read_as_a_list_is() -> None:

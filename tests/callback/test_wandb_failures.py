@@ -294,7 +294,8 @@ def kill_after_a_flush(number: signal.Signals) -> dict[str, tuple[int, Callable[
 @pytest.mark.slow
 def test_a_killed_training_loses_the_last_second_alone(server: WandbServer, tmp_path: Path) -> None:
     training = train(server, tmp_path, events=kill_after_a_flush(signal.SIGKILL), ends_with=-signal.SIGKILL)
-    assert training.rows_on_disk == on_server(server) == [2, 3, 4, 5]
+    # the figures of step 5 wait in the row that the Trainer closes when it logs, which it was killed before
+    assert training.rows_on_disk == on_server(server) == [2, 3, 4]
     assert [step.global_step for step in read_run(tmp_path / "out").steps] == [1, 2, 3, 4, 5]
 
 
@@ -306,7 +307,7 @@ def test_a_killed_training_can_be_sent_whole_from_the_disk(server: WandbServer, 
     del server.faults["file_stream"]
     (folder,) = tmp_path.glob("wandb/run-*")
     sync(server, tmp_path, "sync", "--include-online", str(folder))
-    assert on_server(server) == [2, 3, 4, 5]
+    assert on_server(server) == [2, 3, 4]
 
 
 @contextlib.contextmanager

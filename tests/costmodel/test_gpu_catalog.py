@@ -121,7 +121,9 @@ def test_a_name_without_a_model_names_nothing(typed: str) -> None:
     ],
 )
 def test_a_card_that_comes_in_two_sizes_needs_its_size(typed: str, name: str) -> None:
-    with pytest.raises(AmbiguousNameError, match=f"choose one of: {name}; .*say the size") as caught:
+    with pytest.raises(
+        AmbiguousNameError, match=f"of which only {name} is known here; say the size, or describe another: "
+    ) as caught:
         find_gpu(typed)
     assert caught.value.candidates == [name]
     assert find_gpu(name).name == name

@@ -390,7 +390,7 @@ def _title_and_rows(result: OptimizeResult) -> tuple[str, list[tuple[str, str]]]
 
 
 def test_the_table_of_gpus_is_in_the_order_that_it_names_and_says_what_misses_a_limit() -> None:
-    gpus = ["A40", "H100 SXM", "A100-PCIE-40GB"]
+    gpus = ["A40", "H100 SXM", "L4"]
     free = optimize(LLAMA, gpus)
     by_gpu = {each.gpu: each for each in (free.best, *free.others)}
     usd = {name: each.total_usd or 0.0 for name, each in by_gpu.items()}
@@ -423,6 +423,11 @@ def test_the_table_of_gpus_is_in_the_order_that_it_names_and_says_what_misses_a_
     assert f"\nx = misses the budget: {dear}\n" in title
     assert [name for _, name in rows] == [*(name for name in fastest if name != dear), dear]
     assert (free.to_dict()["ranked_by"], result.to_dict()["ranked_by"]) == ("usd", "time")
+
+    title, rows = _title_and_rows(optimize({**LLAMA, "lengths": None}, gpus, deadline_hours=deadline))
+    assert title.startswith("Same job, in no order of time or cost: both are unknown")
+    assert {mark for mark, _ in rows} == {""}
+    assert "misses" not in title
 
 
 def test_a_job_without_a_gpu_is_searched_on_the_pareto_front() -> None:

@@ -177,6 +177,15 @@ def test_no_price_lists_what_exists() -> None:
         find_price("P100-PCIE-16GB")
 
 
+def test_a_cloud_that_is_like_none_gets_the_list_and_a_slip_the_nearest() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"no cloud matches 'nowhere'; known: AWS, .*, OpenRelay, .*; or give the price"
+    ):
+        find_price("A40", cloud="nowhere")
+    with pytest.raises(UnknownNameError, match="nearest: Hyperstack;"):
+        find_price("A40", cloud="hyperstck")
+
+
 def test_unknown_cloud_and_tier() -> None:
     with pytest.raises(UnknownNameError, match="nearest: RunPod"):
         find_price("A40", cloud="runpodd")
