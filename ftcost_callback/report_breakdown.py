@@ -43,7 +43,8 @@ def step_figures(run: ReportedRun) -> dict[str, Any]:
     ``passes``: ``{"forward": (measured, predicted or None), ...}``, means without the profiled steps. ``profile``: the last
     profiled window: the fields of its row, ``predicted_step_seconds`` and ``predicted_by_group_seconds``.
     """
-    predicted = _mapping(run.best_prediction.get("step"))
+    prediction = run.best_prediction if run.predicted_gpu is None else {}  # of another device: nothing to hold beside
+    predicted = _mapping(prediction.get("step"))
     passes = {}
     for name in _PASSES:
         key = f"{name}_seconds"
@@ -58,7 +59,7 @@ def step_figures(run: ReportedRun) -> dict[str, Any]:
         if not all(finite(profile.get(name)) for name in ("step_seconds", "num_steps", "global_step")):
             continue
         found["profile"] = {name: value for name, value in profile.items() if name not in _OF_ROWS}
-        found["profile"]["predicted_step_seconds"] = finite(run.best_prediction.get("step_seconds"))
+        found["profile"]["predicted_step_seconds"] = finite(prediction.get("step_seconds"))
         found["profile"]["predicted_by_group_seconds"] = dict(_mapping(predicted.get("by_group_seconds")))
     return found
 

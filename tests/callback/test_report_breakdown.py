@@ -98,6 +98,19 @@ def test_the_text_and_the_json_show_the_profile_too(tmp_path: Path) -> None:
     assert "expert products | 900 ms | 600 ms | 1.50" in lines
 
 
+def test_a_prediction_for_another_device_is_not_set_beside(tmp_path: Path) -> None:
+    rows = list(moe_run())
+    for row in rows:
+        if row["type"] == "prediction":
+            row["step"] = row["step"] | {"by_group_seconds": PREDICTED}
+        if row["type"] == "session":
+            row["device"] = row["device"] | {"predicted_gpu": "NVIDIA A10"}
+    rows[-1:-1] = [PROFILE]
+    text = summary_text(summary_row(write_rows(tmp_path / "run.jsonl", rows)))
+    assert "By operator" in text
+    assert "Beside the prediction" not in text
+
+
 def test_a_profile_without_its_steps_is_not_shown(tmp_path: Path) -> None:
     rows = list(moe_run())
     rows[-1:-1] = [{name: value for name, value in PROFILE.items() if name != "step_seconds"}]
