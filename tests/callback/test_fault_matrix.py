@@ -618,7 +618,7 @@ FAULTS = [
     Fault("SIGTERM", "the process", killed_by(signal.SIGTERM), 0),
     Fault("SIGKILL", "the process", killed_by(signal.SIGKILL), 0),
     Fault("out of memory, retried", "the model's forward", out_of_memory_retry),
-    Fault("the user's own error", "another callback", users_error, 0),
+    Fault("the user's own error", "another callback", users_error),  # what it had cost is said
     Fault("resume without our ledger", "the checkpoint", resume_without_our_ledger),
     Fault("resume from an older checkpoint", "the checkpoint", older_checkpoint, 0),
     Fault("broken ledger", "the checkpoint", broken_ledger),
