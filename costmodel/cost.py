@@ -68,8 +68,8 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
             steps = job.max_steps
             epochs = steps / per_epoch
         else:
-            epochs = job.num_train_epochs
-            steps = math.ceil(epochs * per_epoch)
+            steps = math.ceil(job.num_train_epochs * per_epoch)
+            epochs = steps / per_epoch  # the last step is a whole one
         # steps are whole: only the last one of an epoch may be of fewer batches
         of_epoch = batches_per_epoch if keeps_partial_group else min(batches_per_epoch, per_epoch * accumulation)
         whole_epochs, steps_left = divmod(steps, per_epoch)

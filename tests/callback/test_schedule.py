@@ -30,6 +30,14 @@ CASES: tuple[dict[str, Any], ...] = (
     {"rows": 12, "eval_strategy": "epoch", "num_train_epochs": 3, "eval_delay": 2},
     {"rows": 12, "eval_strategy": "epoch", "num_train_epochs": 2.25, "eval_delay": 3},
     {"rows": 12, "eval_strategy": "epoch", "num_train_epochs": 2.5, "eval_delay": 2.5},
+    {
+        "rows": 5,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2.25,  # three steps of one epoch each
+        "eval_strategy": "epoch",
+        "eval_delay": 3,
+    },
     {"rows": 23, "save_strategy": "steps", "save_steps": 5, "gradient_accumulation_steps": 3, "num_train_epochs": 2},
     {"rows": 23, "save_strategy": "steps", "save_steps": 0.34, "max_steps": 10},
     {"rows": 12, "per_device_train_batch_size": 5, "num_train_epochs": 2},
