@@ -26,11 +26,16 @@ BALANCE = {
 }  # fmt: skip
 
 
-def page_of(tmp_path: Path, *more: dict[str, Any], **summary: Any) -> str:
-    rows = [row | summary if row["type"] == "summary" else row for row in moe_run()]
+def predicted_rows() -> list[dict[str, Any]]:
+    rows = list(moe_run())
     for row in rows:
         if row["type"] == "prediction":
             row["step"] = row["step"] | {"by_group_seconds": PREDICTED}
+    return rows
+
+
+def page_of(tmp_path: Path, *more: dict[str, Any], **summary: Any) -> str:
+    rows = [row | summary if row["type"] == "summary" else row for row in predicted_rows()]
     rows[-1:-1] = more
     page = render_report([read_series(write_rows(tmp_path / "run.jsonl", rows))])
     text = re.sub(r"<[^>]+>", " ", page[page.index("<main>") : page.index("</main>")])
@@ -79,10 +84,8 @@ def test_a_record_without_any_of_it_has_no_such_section(tmp_path: Path) -> None:
 
 
 def test_the_text_and_the_json_show_the_profile_too(tmp_path: Path) -> None:
-    rows = list(moe_run())
+    rows = predicted_rows()
     for row in rows:
-        if row["type"] == "prediction":
-            row["step"] = row["step"] | {"by_group_seconds": PREDICTED}
         if row["type"] == "summary":
             row |= {"forward_seconds_mean": 0.5, "backward_seconds_mean": 1.25, "optimizer_seconds_mean": 0.25}
     rows[-1:-1] = [PROFILE]
@@ -99,10 +102,8 @@ def test_the_text_and_the_json_show_the_profile_too(tmp_path: Path) -> None:
 
 
 def test_a_prediction_for_another_device_is_not_set_beside(tmp_path: Path) -> None:
-    rows = list(moe_run())
+    rows = predicted_rows()
     for row in rows:
-        if row["type"] == "prediction":
-            row["step"] = row["step"] | {"by_group_seconds": PREDICTED}
         if row["type"] == "session":
             row["device"] = row["device"] | {"predicted_gpu": "NVIDIA A10"}
     rows[-1:-1] = [PROFILE]
