@@ -27,7 +27,7 @@ class ForwardCounters:
 
     def __init__(self, boundary: Boundary, on_error: Callable[[BaseException], None]) -> None:
         self._boundary = boundary
-        self._window = ForwardWindow(self._open_forward, self._close_forward, self._forward_failed)
+        self.window = ForwardWindow(self._open_forward, self._close_forward, self._forward_failed)
         self._on_error = on_error
         self._tokens: TokenCounter | None = None
         self._experts: ExpertLoadCounter | None = None
@@ -35,18 +35,14 @@ class ForwardCounters:
         self._not_recorded_reason: str | None = None
         self._said_missing: set[str] = set()
         self._num_failures = 0  # of the token counter
-        self.is_in_batch = True  # false outside a step's own forwards, where somebody may call the model for something else
-        self.accepts_forwards: Callable[[], bool] | None = None  # asked in place of it; must not raise
         self.batch_shape: tuple[int, int] | None = None  # of the last training forward
-        self.on_forward: Callable[[], None] = lambda: None  # before each training forward; must not raise
         self.on_phase: Callable[[Phase], None] = lambda phase: None  # told what begins; must not raise
         self.on_failed: Callable[[], None] = lambda: None  # after each training forward that failed; must not raise
 
     def attach(self, model: Any, *, num_processes: int, expert_load: bool) -> None:
         self._tokens = TokenCounter(label_rule(model), use_num_items_in_batch=num_processes == 1)
         self._boundary.on_failure("token counter", self._drop_tokens)
-        self._window.accepts = self._accepts
-        self._window.attach(model)
+        self.window.attach(model)
         if expert_load:
             self._boundary.on_failure("expert load", self._drop_experts)
             self._experts = self._boundary.call("expert load", lambda: self._attached_experts(model))
@@ -68,14 +64,10 @@ class ForwardCounters:
 
     def detach(self) -> None:
         """The hooks are gone. May be called more than once."""
-        self._window.detach()
+        self.window.detach()
         self._drop_experts()
 
-    def _accepts(self) -> bool:
-        return self.accepts_forwards() if self.accepts_forwards is not None else self.is_in_batch
-
     def _open_forward(self, forward: TrainingForward) -> None:
-        self.on_forward()
         self.on_phase("forward")
         self.batch_shape = forward.batch_shape
         # In each forward and step the boundary is only called on an error: what it has switched off is None here.
@@ -144,8 +136,10 @@ class ForwardCounters:
         """The counts of a step that is over, in the order they were taken."""
         counts = self._boundary.call("token counter", pending.read)
         counts = counts if counts is not None else TokenCounts()
-        self._note_missing_tokens(counts, pending.why_unknown)
-        if self._expert_tokens is not None and not counts.shows_nothing:
+        shows_nothing, why_unknown = counts.shows_nothing, pending.why_unknown
+        if shows_nothing or why_unknown is not None:
+            self._note_missing_tokens(counts, why_unknown)
+        if self._expert_tokens is not None and not shows_nothing:
             real = counts.num_non_padding_tokens
             self._expert_tokens = self._expert_tokens + real if real is not None else None
         return counts

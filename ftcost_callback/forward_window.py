@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Final
+from sys import exc_info
+from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
+
+# Not public (torch 2.13): whether torch.compile looks at the functions that are called now, and which it shall pass over.
+_frames: Final[Any] = torch._C._dynamo.eval_frame
+_compiler_at_work: Final[Callable[[], Any]] = getattr(_frames, "get_eval_frame_callback", lambda: None)
+_can_be_told: Final = hasattr(_frames, "get_eval_frame_callback") and hasattr(_frames, "skip_code")
 
 _IGNORED_LABEL: Final = -100  # where a label is padding
 
@@ -30,7 +36,8 @@ class TrainingForward:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
-        self.batch_shape = shape = self._batch_shape()
+        ids = arguments.get("input_ids")
+        self.batch_shape = shape = _first_two(ids.shape, 2) if isinstance(ids, Tensor) else self._shape_of_embeddings()
         mask = arguments.get("attention_mask")
         self.padding_mask: Tensor | None = (
             mask if shape is not None and isinstance(mask, Tensor) and mask.shape == shape else None
@@ -42,15 +49,9 @@ class TrainingForward:
         value = self.arguments.get(name)
         return value if isinstance(value, Tensor) else None
 
-    def _batch_shape(self) -> tuple[int, int] | None:
-        ids = self.arguments.get("input_ids")
-        if isinstance(ids, Tensor):
-            shape = ids.shape
-            return (shape[0], shape[1]) if len(shape) == 2 else None
+    def _shape_of_embeddings(self) -> tuple[int, int] | None:
         embeddings = self.tensor("inputs_embeds")
-        if embeddings is None or embeddings.dim() != 3:
-            return None
-        return (embeddings.shape[0], embeddings.shape[1])
+        return _first_two(embeddings.shape, 3) if embeddings is not None else None
 
     @property
     def why_no_shape(self) -> str:
@@ -111,8 +112,29 @@ class TrainingForward:
         return positions if tuple(positions.shape) == self.batch_shape else None
 
 
+def _first_two(shape: torch.Size, num_dimensions: int) -> tuple[int, int] | None:
+    return (shape[0], shape[1]) if len(shape) == num_dimensions else None
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
+_not_compiled: Final[Callable[[_Hook], _Hook]] = torch.compiler.disable
+
+
+def _never_compiled(hook: _Hook) -> _Hook:
+    """``torch.compiler.disable`` of this function's own frame, at no cost where nothing is compiled."""
+    if not _can_be_told:
+        return _not_compiled(hook)
+    _frames.skip_code(hook.__code__)
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
+
+
 class _RootHook:
-    """Base of the hooks on the outermost module. A copy of the model carries a no-op in its place."""
+    """Base of the hooks on the outermost module. A copy of the model carries a no-op in its place.
+
+    They run in each forward, mostly with nothing of theirs in the processor's caches, where each function that is entered
+    costs some microseconds. So ``torch.compiler.disable`` stands around what they do only where a compiler is at work.
+    """
 
     def __init__(self, window: ForwardWindow) -> None:
         self._window = window
@@ -125,25 +147,33 @@ class _RootHook:
 
 
 class _OpenHook(_RootHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_never_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled() and not is_traced():
-            self._window.opens(args, kwargs)
+        if not module.training or not is_grad_enabled() or is_compiling() or _is_jit_traced() or _is_transformed():
+            return
+        opens = self._window.opens
+        if _compiler_at_work() is None:
+            opens(args, kwargs)
+        else:
+            _not_compiled(opens)(args, kwargs)
 
 
 class _CloseHook(_RootHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_never_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._window.is_open:
-            self._window.closes(sys.exc_info()[1] if output is None else None)
+        if not self._window.is_open:
+            return
+        error, closes = exc_info()[1] if output is None else None, self._window.closes
+        if _compiler_at_work() is None:
+            closes(error)
+        else:
+            _not_compiled(closes)(error)
 
 
-def is_traced() -> bool:
-    """Whether a program is made of the forward (``torch.export``, ``torch.jit.trace``), or it runs under a transform of
-    ``torch.func``: its tensors have no values, or stand for many."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        return True
-    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+# A program is made of the forward (torch.jit.trace; torch.export counts as compiling), or it runs under a transform of
+# torch.func: its tensors have no values, or stand for many.
+_is_jit_traced: Final[Callable[[], bool]] = torch._C._is_tracing
+_is_transformed: Final[Callable[[], Any]] = torch._C._functorch.peek_interpreter_stack
 
 
 # Wrappers whose forward passes on whatever it is given, and where they keep the model.
@@ -198,6 +228,8 @@ class ForwardWindow:
         self._handles: list[Any] = []
         self._positional: tuple[str, ...] = ()
         self.is_open = False
+        self.is_expected = False
+        """The next forward is one of training for sure; ``accepts`` is not asked."""
         self.accepts: Callable[[], bool] = lambda: True
         """Whether a forward that begins now is one of training. Must not raise."""
 
@@ -213,10 +245,12 @@ class ForwardWindow:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.is_open = False
+        self.is_open = self.is_expected = False
 
     def opens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.accepts():
+        if self.is_expected:
+            self.is_expected = False
+        elif not self.accepts():
             return
         if args:
             kwargs = {**dict(zip(self._positional, args, strict=False)), **kwargs}

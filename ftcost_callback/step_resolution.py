@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.forward_counters import ForwardCounters
@@ -34,9 +34,9 @@ class PendingStep:
     def phase_seconds(self, ended_at: float) -> dict[Phase, float]:
         """Phase -> seconds, each from its mark to the next one, or to the step's end."""
         seconds: dict[Phase, float] = {}
-        ends = [at for _, at in self.phase_times[1:]] + [ended_at]
-        for (phase, began), end in zip(self.phase_times, ends, strict=False):  # no marks: nothing to tell apart
-            seconds[phase] = seconds.get(phase, 0.0) + end - began
+        for phase, began_at in reversed(self.phase_times):
+            seconds[phase] = seconds.get(phase, 0.0) + ended_at - began_at
+            ended_at = began_at
         return seconds
 
 
@@ -219,7 +219,8 @@ class StepResolution:
             return None
         if isinstance(self._step_clock, HostStepClock):  # whose marks are the times
             step.phase_times = step.phase_marks
-            return cast(float, step.mark)
+            at: float = step.mark
+            return at
         ended_at = self._step_clock.ended_at
         for phase, mark in step.phase_marks[len(step.phase_times) :]:
             passed_at = ended_at(mark, wait=wait)

@@ -6,7 +6,7 @@ a tensor until :meth:`PendingTokens.read`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -47,13 +47,19 @@ class _Trues:
     ``skips_first``: the first column of (rows, length) does not count.
     """
 
-    __slots__ = ("_skips_first", "is_cpu", "is_cuda", "tensors")
+    __slots__ = ("_skips_first", "tensors")
 
     def __init__(self, *tensors: Tensor, skips_first: bool = False) -> None:
         self.tensors = tensors
         self._skips_first = skips_first
-        self.is_cpu = tensors[0].is_cpu
-        self.is_cuda = tensors[0].is_cuda
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.tensors[0].is_cpu
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.tensors[0].is_cuda
 
     def plus(self, other: _Trues) -> _Trues | Tensor:
         if self._skips_first == other._skips_first:
@@ -85,8 +91,6 @@ def _counted(count: Any) -> Any:
 
 def _number(count: Any) -> Any:
     """Read from a processor's memory, where it is a tensor."""
-    if count is None or type(count) is int:
-        return count
     if isinstance(count, _Trues):
         return count.number()
     return count.tolist() if isinstance(count, Tensor) else count  # int() would be one more operator
@@ -154,14 +158,8 @@ class PendingTokens:
             for name, value in zip(self._on_gpu, self._copied.tolist(), strict=True):
                 setattr(counts, name, value)
             self._on_gpu = ()
-        return TokenCounts(
-            num_tokens=_number(counts.num_tokens),
-            num_non_padding_tokens=_number(counts.num_non_padding_tokens),
-            num_supervised_tokens=_number(counts.num_supervised_tokens),
-            num_samples=_number(counts.num_samples),
-            longest_sequence_tokens=_number(counts.longest_sequence_tokens),
-            sum_squared_sequence_tokens=_number(counts.sum_squared_sequence_tokens),
-        )
+        numbers = [count if type(count) is int else _number(count) for count in counts.all]
+        return TokenCounts(**dict(zip(_COUNTS, numbers, strict=True)))
 
 
 class _MicroBatch:
@@ -182,7 +180,7 @@ class _MicroBatch:
             self.why_unknown = f"{forward.why_no_shape}, so samples are counted and tokens are not"
             self.num_samples = _rows_of_any_tensor(forward)
             return
-        self.num_supervised_tokens = _supervised(forward, rule)
+        self.num_supervised_tokens = _supervised(forward.arguments, rule)
         rows, length = forward.batch_shape
         self.num_tokens = self.num_non_padding_tokens = rows * length
         self.num_samples, self.longest_sequence_tokens = rows, length
@@ -206,6 +204,18 @@ class _MicroBatch:
             self.longest_sequence_tokens = positions.max() + 1
             # Within a sequence of L tokens the positions p = 0 .. L-1 give sum(2p + 1) = L^2.
             self.sum_squared_sequence_tokens = torch.where(real, 2 * positions + 1, 0).sum()
+
+    @property
+    def all(self) -> tuple[_Count, ...]:
+        """In the order of ``_COUNTS``."""
+        return (
+            self.num_tokens,
+            self.num_non_padding_tokens,
+            self.num_supervised_tokens,
+            self.num_samples,
+            self.longest_sequence_tokens,
+            self.sum_squared_sequence_tokens,
+        )
 
     def _add_decoder(self, forward: TrainingForward) -> None:
         """What the decoder computes: its own input, or the labels that the model makes it from."""
@@ -231,9 +241,8 @@ class _MicroBatch:
             setattr(self, name, None if ours is None or theirs is None else combine(ours, theirs))
 
 
-def _supervised(forward: TrainingForward, rule: LabelRule) -> _Trues | None:
+def _supervised(arguments: Mapping[str, Any], rule: LabelRule) -> _Trues | None:
     """Positions that enter the loss."""
-    arguments = forward.arguments
     shifted = arguments.get("shift_labels")
     if isinstance(shifted, Tensor):
         return _Trues(shifted != IGNORED_LABEL)
@@ -276,7 +285,8 @@ class TokenCounter:
         """Count one training forward. Only whole numbers are touched, which carry no gradient."""
         self.saw_forward = True
         self.num_forwards += 1
-        self._add_latest()
+        if self._latest is not None:
+            self._add_latest()
         self._latest = _MicroBatch(forward, self._rule)
         if self._use_num_items_in_batch:
             self._num_items = forward.arguments.get("num_items_in_batch", self._num_items)
@@ -308,7 +318,8 @@ class TokenCounter:
 
     def take_step(self) -> PendingTokens:
         """The counts since the last call."""
-        self._add_latest()
+        if self._latest is not None:
+            self._add_latest()
         step, num_items, labels = self._step, self._num_items, self._labels
         is_spoilt = self._is_spoilt
         self.drop()
