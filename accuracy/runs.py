@@ -16,7 +16,8 @@ from typing import Any
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
-from costmodel.lengths import batch_tokens, distribution, longest_batch
+from costmodel.length_distribution import distribution
+from costmodel.lengths import batch_tokens, longest_batch
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import Linear, ModelSpec
 from costmodel.specs import GpuSpec, Job, parse_job

@@ -100,7 +100,7 @@ def litgpt_runs() -> Iterator[Run]:
             fields,
             seconds=seconds_of(row, float(row["s_per_step"] or 0)),
             memory=memory_of(row, "allocated", row["peak_alloc_gib"]),
-            resolved_changes={"four_bit_keeps_inputs": quantized},  # bitsandbytes 0.41
+            resolved_changes={"four_bit_keeps_inputs": quantized, "dequantises_by_table": False},  # bitsandbytes 0.41
         )
 
 
@@ -313,7 +313,7 @@ def fsdp_qlora_runs() -> Iterator[Run]:
             memory=memory_of(row, "reserved", row["peak_reserved_gib"]),
             keeps_logits=True,  # `output` lives until the next step (train.py)
             # transformers 4.38 and bitsandbytes 0.43 of March 2024
-            resolved_changes={"four_bit_keeps_inputs": quantized, "upcasts_logits": True},
+            resolved_changes={"four_bit_keeps_inputs": quantized, "upcasts_logits": True, "dequantises_by_table": False},
         )
 
 

@@ -36,7 +36,7 @@ VARIABLE_LENGTH_HOLES: Final[dict[str, float]] = {"lora": 4.0, "lora_checkpointe
 LOSS_CHUNK_TOKENS: Final = 2048
 
 # --- step time --------------------------------------------------------------------------------------------------------
-# Six fitted constants and some adopted ones. Fitted on 177 public measured runs (9 cards, 9 sources) with equal weight for
+# Six fitted constants and some adopted ones. Fitted on 178 public measured runs (10 cards, 9 sources) with equal weight for
 # each class of job; a range is what leaving a source, a card or a series out moves them to. How to refit: docs/accuracy.md.
 
 # Share of a card's matmul ceiling that the large matrix products of a training step reach. Not fitted: a free fit runs to
@@ -51,19 +51,42 @@ ATTENTION_EFFICIENCY: Final = 0.6
 # backward, on an H100 (arXiv:2307.08691, section 4.1; arXiv:2407.08608 has "35 % utilization"). torch's sdpa runs the same
 # kernels. FlashAttention 3 and cuDNN's attention use those instructions. Not fitted.
 FLASH_2_ON_HOPPER_FLOPS_PER_SECOND: Final = 335e12
-FLASH_2_IMPLEMENTATIONS: Final = frozenset({"flash_attention_2", "sdpa"})
+# Blackwell's data-centre cards have instructions of their own again, which it does not use either: taken to be no faster
+# there. Which kernels sdpa takes there was not read, so it is left as fast as on other cards.
+FLASH_2_IMPLEMENTATIONS: Final[dict[str, frozenset[str]]] = {
+    "9.0": frozenset({"flash_attention_2", "sdpa"}),
+    "10.0": frozenset({"flash_attention_2"}),
+    "10.3": frozenset({"flash_attention_2"}),
+}
 # Share of the data-sheet bandwidth that streaming kernels reach (aiconfigurator 0.8; llm-analysis 0.9).
 BANDWIDTH_EFFICIENCY: Final = 0.8
 # Matmul ceiling over data-sheet peak where nobody measured it (A100 0.87, H100 0.80, B200 0.78 where somebody did).
 CEILING_OVER_PEAK: Final = 0.87
-# Cards that hold their matmul rate down to stay inside their power limit, TFLOP/s for each watt (A40, L40S, RTX PRO 6000),
-# by compute capability.
-CEILING_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {"8.6": 0.36e12, "8.9": 0.60e12, "12.0": 0.68e12}
-# ... and of the generation before them, which nobody measured here: an older process (12 nm against 8 nm) does no more for a
-# watt, so the rate of 8.6 is taken as a bound. It holds the T4 (70 W) at 25 of its 65 TFLOP/s. Adopted.
-TURING_CEILING_FLOPS_PER_SECOND_PER_WATT: Final = 0.36e12
-# GeForce cards of the measured generations are not held down: they reach their data-sheet rate.
-GEFORCE_CEILING_OVER_PEAK: Final = 1.02
+# ... of generations that reach less, by compute capability. Volta: 83 of a V100's 125 TFLOP/s (arXiv:1803.04014). Adopted.
+CEILING_OVER_PEAK_OF_GENERATION: Final[dict[str, float]] = {"7.0": 0.66}
+# Cards that hold their matmul rate down to stay inside their power limit reach sqrt(peak * watts * this), FLOP/s for each
+# watt, by compute capability. From one card each: A100 SXM and H100 SXM as measured, A40, L40S and RTX PRO 6000 Workstation
+# from their rows (108, 210 and 408 TFLOP/s). A faster clock needs a higher voltage, so a watt buys less the more there are:
+# the rate follows the power by an exponent of a third (voltage follows the clock) to one (voltage at its floor). A half is
+# what one die under two limits shows, measured by one and the same programme: MI300X (750 W) 668, MI325X (1,000 W) 785
+# TFLOP/s, 0.56; A100 PCIe to SXM, B200 to GB200 and H100 to GH200, less held down, 0.2. Adopted.
+POWER_LIMITED_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {
+    "8.0": 0.589e12,
+    "8.6": 0.260e12,
+    "8.9": 0.348e12,
+    "9.0": 0.912e12,
+    "12.0": 0.551e12,
+}
+# ... and of Turing, which nobody measured here, the rate itself for each watt: an older process (12 nm against 8 nm) does no
+# more for one than an A40. That is what the base clocks say, which NVIDIA promises under load: T4 585 of 1,590 MHz (24 of 65
+# TFLOP/s), Quadro RTX 6000 1,440 and TITAN RTX 1,350 of 1,770 (106 and 100 of 130). Adopted.
+CEILING_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {"7.5": 0.36e12}
+# GeForce cards are not held down: their matrix units do half of what the same die does elsewhere. They run above their
+# data-sheet rate, which is at a boost clock that the card itself exceeds while power and temperature allow (an RTX 4090 of
+# 2,520 MHz at 2.7 GHz and more). In the generations where somebody measured some: RTX 4070 Ti SUPER, 4090, 5060 Ti, 5090,
+# of whose nine runs eight were 2 to 13 % too slow at 1.02; 1.08 was chosen by looking at left-out errors.
+GEFORCE_ABOVE_PEAK: Final = frozenset({"8.6", "8.9", "12.0"})
+GEFORCE_CEILING_OVER_PEAK: Final = 1.08
 
 # Element-wise traffic: real bytes over bytes counted by hand from the eager operators. Fitted; 0.9 to 1.1.
 ELEMENTWISE_FACTOR: Final = 1.0
@@ -105,14 +128,21 @@ DEQUANTISATION_BYTES: Final[dict[str, float]] = {
     "gptq-int4": 22.0,
     "awq-int4": 22.0,
 }
-# ... and integer instructions: bitsandbytes (2023-24) walks a tree of comparisons. Not fitted: 359 us for 4096 x 14336
-# weights on an A40, which has 9.35e12 integer instructions a second (arXiv:2408.04693, Fig. 6 data).
-DEQUANTISATION_INSTRUCTIONS: Final[dict[str, float]] = {"nf4": 57.0, "fp4": 57.0}
+# ... and integer instructions, of bitsandbytes before 0.48, which walks a tree of comparisons. Not fitted: 359 us for 4096 x
+# 14336 weights on an A40, which has 9.35e12 integer instructions a second (arXiv:2408.04693, Fig. 6 data). FP4 by the length
+# of its kernel against that of NF4 (640 and 960 machine instructions for 16 weights, sm_86 of the wheel of 0.45.5).
+TREE_DEQUANTISATION_INSTRUCTIONS: Final[dict[str, float]] = {"nf4": 57.0, "fp4": 38.0}
+# ... and from 0.48 on, which looks the value up in a table: by the length of its kernels (440 and 528, wheel of 0.48.2).
+# Never timed.
+TABLE_DEQUANTISATION_INSTRUCTIONS: Final[dict[str, float]] = {"nf4": 26.0, "fp4": 31.0}
 
 # Bytes moved for each trained element by one optimizer step: (16-bit parameters, fp32 parameters). foreach makes 26 passes
 # over a tensor; a fused kernel reads and writes each once.
 OPTIMIZER_BYTES_FOREACH: Final = (52.0, 104.0)
 OPTIMIZER_BYTES_FUSED: Final = (16.0, 28.0)
+# ... of transformers' Adafactor, which lifts gradient and parameter to fp32 and goes through them with plain operators:
+# squares, means by row and column, their product, clipping (5.24, optimization.py). Counted by hand.
+OPTIMIZER_BYTES_ADAFACTOR: Final = (102.0, 84.0)
 # Bytes moved for each logit by the loss, forward and backward: stock loss, chunked head. Counted by hand.
 LOSS_BYTES_PER_LOGIT: Final[dict[str, float]] = {"stock": 44.0, "chunked": 30.0, "fused": 12.0}
 
@@ -173,6 +203,7 @@ MEASURED_CARDS: Final = frozenset(
         "L40S",
         "RTX 4090",
         "RTX 5090",
+        "RTX 5060 Ti 16GB",
         "RTX 4070 Ti SUPER",
         "RTX PRO 6000 Blackwell Workstation",
     }

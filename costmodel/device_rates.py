@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from costmodel import constants as c
 from costmodel.defaults import ResolvedJob
 from costmodel.specs import GpuSpec
@@ -16,8 +18,7 @@ def compute_dtype(job: ResolvedJob) -> str:
 def matmul_ceiling(gpu: GpuSpec, dtype: str) -> float | None:
     """FLOP/s that large matrix products reach on this device; ``None`` where the data sheet has no rate for the type.
 
-    A measured rate where there is one; else the data-sheet peak times a share, or the board's power times a rate for the
-    generations that are held down by it.
+    A measured rate where there is one; else a share of the data-sheet peak, or what the power allows if that is less.
     """
     if dtype == "float32":
         if gpu.measured_fp32_matmul_flops_per_second:
@@ -29,13 +30,20 @@ def matmul_ceiling(gpu: GpuSpec, dtype: str) -> float | None:
     if gpu.measured_bf16_matmul_flops_per_second:
         return gpu.measured_bf16_matmul_flops_per_second
     is_geforce = gpu.vendor == "NVIDIA" and any("GeForce" in name for name in gpu.nvml_names)
-    if is_geforce and gpu.compute_capability in c.CEILING_FLOPS_PER_SECOND_PER_WATT:
+    if is_geforce and gpu.compute_capability in c.GEFORCE_ABOVE_PEAK:
         return c.GEFORCE_CEILING_OVER_PEAK * peak
-    ceiling = c.CEILING_OVER_PEAK * peak
-    per_watt = c.CEILING_FLOPS_PER_SECOND_PER_WATT.get(gpu.compute_capability)
-    if gpu.compute_capability == "7.5":
-        per_watt = c.TURING_CEILING_FLOPS_PER_SECOND_PER_WATT
-    return min(ceiling, per_watt * gpu.tdp_watts) if per_watt and gpu.tdp_watts else ceiling
+    share = c.CEILING_OVER_PEAK_OF_GENERATION.get(gpu.compute_capability, c.CEILING_OVER_PEAK)
+    return min(share * peak, _inside_power_limit(gpu, peak))
+
+
+def _inside_power_limit(gpu: GpuSpec, peak: float) -> float:
+    """FLOP/s that the board's power allows; infinite where nothing is known of it."""
+    if gpu.tdp_watts is None:
+        return math.inf
+    if gpu.compute_capability in c.CEILING_FLOPS_PER_SECOND_PER_WATT:
+        return c.CEILING_FLOPS_PER_SECOND_PER_WATT[gpu.compute_capability] * gpu.tdp_watts
+    per_watt = c.POWER_LIMITED_FLOPS_PER_SECOND_PER_WATT.get(gpu.compute_capability)
+    return math.sqrt(peak * gpu.tdp_watts * per_watt) if per_watt else math.inf
 
 
 def peak_flops_per_second(gpu: GpuSpec, job: ResolvedJob) -> float | None:
@@ -47,13 +55,17 @@ def peak_flops_per_second(gpu: GpuSpec, job: ResolvedJob) -> float | None:
     }[compute_dtype(job)]
 
 
-def dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec) -> float:
-    """One weight from its codes to 16 bits: as probed, else by the bytes it moves or its integer instructions."""
+def dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec, *, by_table: bool = True) -> float:
+    """One weight from its codes to 16 bits: as probed, else by the bytes it moves or its integer instructions.
+
+    ``by_table``: bitsandbytes from 0.48 on.
+    """
     measured = gpu.probed.dequantisation_seconds_per_weight if gpu.probed else None
     if measured and quantization in measured:
         return measured[quantization]
     by_bytes = c.DEQUANTISATION_BYTES[quantization] / (gpu.memory_bandwidth_bytes_per_second * c.BANDWIDTH_EFFICIENCY)
-    instructions = c.DEQUANTISATION_INSTRUCTIONS.get(quantization)
+    kernels = c.TABLE_DEQUANTISATION_INSTRUCTIONS if by_table else c.TREE_DEQUANTISATION_INSTRUCTIONS
+    instructions = kernels.get(quantization)
     if instructions is None or gpu.peak_fp32_flops_per_second is None or gpu.vendor != "NVIDIA":
         return by_bytes
     # A multiply-add is two FLOPs. From compute capability 8.6 on, and on Hopper, half of the fp32 lanes do integers;

@@ -85,7 +85,7 @@ def add_device_seconds(
             moved = count * 24.0 * layer.attention.num_heads * batch.num_attended_pairs
             _add_traffic(device, job, "attention_scores", moved, 2 * moved)
     attention_rate = rate if is_cpu else rate * c.ATTENTION_EFFICIENCY
-    if gpu.compute_capability == "9.0" and job.attn_implementation in c.FLASH_2_IMPLEMENTATIONS:
+    if job.attn_implementation in c.FLASH_2_IMPLEMENTATIONS.get(gpu.compute_capability, frozenset()):
         attention_rate = min(attention_rate, c.FLASH_2_ON_HOPPER_FLOPS_PER_SECOND)
     if probed.attention_flops_per_second:
         attention_rate = processor.at(probed.attention_flops_per_second, batch.context_tokens)
@@ -97,12 +97,14 @@ def add_device_seconds(
     sums.add("forward", "head_and_loss", loss * 0.4, memory_bound=True)
     sums.add("backward", "head_and_loss", loss * 0.6, memory_bound=True)
     if job.quantization:
-        seconds = device.quantized_weights * dequantisation_seconds_per_weight(job.quantization, gpu)
+        one = dequantisation_seconds_per_weight(job.quantization, gpu, by_table=job.dequantises_by_table)
+        seconds = device.quantized_weights * one
         for which in ("forward", "backward", *(("recompute",) if job.gradient_checkpointing else ())):
             sums.add(which, "dequantisation", seconds)
     trained = num_trainable_params(model, job)
     trained_bytes = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
-    moves = c.OPTIMIZER_BYTES_FOREACH if job.optim == "adamw_torch" else c.OPTIMIZER_BYTES_FUSED
+    own = {"adamw_torch": c.OPTIMIZER_BYTES_FOREACH, "adafactor": c.OPTIMIZER_BYTES_ADAFACTOR}
+    moves = own.get(job.optim, c.OPTIMIZER_BYTES_FUSED)
     per_parameter = moves[trained_bytes == 4] / bandwidth
     if probed.optimizer_seconds_per_parameter and trained_bytes == 4 and job.optim == "adamw_torch_fused":
         per_parameter = probed.optimizer_seconds_per_parameter
