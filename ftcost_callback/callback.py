@@ -76,6 +76,21 @@ def _guarded(event: _Event) -> _Event:
     return guarded  # type: ignore[return-value]
 
 
+def _telling(name: str) -> Callable[..., None]:
+    """An event of each step, which only tells the run: ``_guarded``, with as few calls as can be."""
+
+    def event(self: FTCostCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = self._run  # None once the boundary has switched everything off
+        if run is None or state is self._inner_state:
+            return
+        try:
+            getattr(run, name)()
+        except Exception as error:
+            self._boundary.failed(_CALLBACK, error)
+
+    return event
+
+
 class FTCostCallback(TrainerCallback):
     """Measures what a training run costs, and holds it against the estimate.
 
@@ -140,6 +155,7 @@ class FTCostCallback(TrainerCallback):
         self._inner_state: Any = None  # of a training inside this one, which is not measured
         self._begun_at_step = 0
         self._max_steps: int | None = None  # by the Trainer's state, which others may change while it trains
+        self._by_epoch: frozenset[PauseKind] = frozenset()  # what follows each epoch's last step
         self._train_batch_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,7 +233,13 @@ class FTCostCallback(TrainerCallback):
         _owners[model] = self
         output_dir = self._output_dir if self._output_dir is not None else _folder_of_training(args)
         self._train_batch_size = state.train_batch_size
-        plan = Plan.of(args, state, tensor_parallel_size=parallel_size(model, args, "tp_size"))
+        plan = Plan.of(
+            args,
+            state,
+            train_dataloader=kwargs.get("train_dataloader"),
+            tensor_parallel_size=parallel_size(model, args, "tp_size"),
+        )
+        self._by_epoch = plan.pauses_by_epoch
         if not state.is_world_process_zero:
             identity = same_run if same_run is not None and shrunk else _rank_identity(args, state, output_dir)
             now = self._wall_clock()
@@ -352,25 +374,10 @@ class FTCostCallback(TrainerCallback):
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    @_guarded
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
-            self._run.step_begins()
-
-    @_guarded
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
-            self._run.micro_batch_ends()
-
-    @_guarded
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
-            self._run.optimizer_begins()
-
-    @_guarded
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None:
-            self._run.optimizer_ends()
+    on_step_begin = _telling("step_begins")
+    on_substep_end = _telling("micro_batch_ends")
+    on_pre_optimizer_step = _telling("optimizer_begins")
+    on_optimizer_step = _telling("optimizer_ends")
 
     @_guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -378,10 +385,15 @@ class FTCostCallback(TrainerCallback):
         dry_run_steps = self._settings.dry_run_steps
         if dry_run_steps is not None and state.global_step - self._begun_at_step >= dry_run_steps:
             control.should_training_stop = True
-        if self._run is None:
+        run = self._run
+        if run is None:
             return
-        self._look_at_max_steps(self._run, state)
-        if self._run.step_ends(state.global_step, pauses_to_come=_pauses_to_come(control)):
+        if state.max_steps != self._max_steps:
+            self._look_at_max_steps(run, state)
+        to_come = _pauses_to_come(control)
+        if self._by_epoch and (control.should_training_stop or control.should_epoch_stop or state.epoch % 1 == 0):
+            to_come |= self._by_epoch if args.eval_delay <= state.epoch else self._by_epoch - {"eval"}
+        if run.step_ends(state.global_step, pauses_to_come=to_come):
             control.should_save = control.should_training_stop = True
 
     def _look_at_max_steps(self, run: LiveRun | RankRun, state: Any) -> None:
@@ -391,8 +403,8 @@ class FTCostCallback(TrainerCallback):
 
     @_guarded
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._run is not None and _pauses_to_come(control):
-            self._run.wait_for_steps()
+        if self._run is not None and (to_come := _pauses_to_come(control)):
+            self._run.epoch_ends(to_come)
 
     # --- pauses -------------------------------------------------------------------------------------------------------
 
@@ -423,9 +435,12 @@ class FTCostCallback(TrainerCallback):
             self._run.save_ledger(Path(_folder_of_training(args)) / f"checkpoint-{state.global_step}")
 
 
+_NO_PAUSES: Final[frozenset[PauseKind]] = frozenset()
+
+
 def _pauses_to_come(control: Any) -> frozenset[PauseKind]:
     if not (control.should_log or control.should_evaluate or control.should_save):
-        return frozenset()
+        return _NO_PAUSES
     flags: tuple[tuple[PauseKind, bool], ...] = (
         ("log", control.should_log),
         ("eval", control.should_evaluate),

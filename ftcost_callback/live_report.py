@@ -26,6 +26,7 @@ from ftcost_callback.session_opening import Opened
 from ftcost_callback.session_plan import Identity, Plan
 from ftcost_callback.sinks.base import FanOut
 from ftcost_callback.sinks.console import budget_line
+from ftcost_callback.spending import Spending
 
 _log = logging.getLogger("ftcost_callback")
 
@@ -72,6 +73,10 @@ class LiveReport:
     @property
     def budget(self) -> BudgetWatch:
         return self._opened.budget
+
+    @property
+    def spending(self) -> Spending:
+        return self._opened.spending
 
     def spent_usd(self, elapsed_seconds: float) -> float | None:
         return self._opened.spending.usd(elapsed_seconds)
@@ -228,6 +233,7 @@ class LiveReport:
         before = prediction.first.estimate if prediction.first is not None and known else {}
         elapsed = recorder.elapsed_seconds
         earlier = self._earlier_pace()
+        pause_seconds = self._pause_seconds(earlier)
         planned = self._opened.planned_tokens
         to_come = planned.mean_to_come(self._last_step, plan.max_steps) if planned is not None and plan.max_steps else None
         expected = prediction.expected_tokens_per_step  # of all processes; what is measured is the main one's
@@ -249,7 +255,7 @@ class LiveReport:
                     kind,
                     steps_done=self._last_step,
                     is_pending=kind in pauses_to_come,
-                    measured_seconds=recorder.pause_seconds(kind),
+                    measured_seconds=pause_seconds.get(kind, ()),
                     predicted_total_seconds=before.get(f"{kind}_seconds"),
                 )
                 for kind in _SCHEDULED_PAUSES
@@ -275,6 +281,10 @@ class LiveReport:
         pace = self._parts.identity.earlier_pace
         return pace if pace is not None and pace.machine == self._opened.machine else None
 
+    def _pause_seconds(self, earlier: Pace | None) -> dict[PauseKind, tuple[float, ...]]:
+        """Of this session; of the one before where this one had none of a kind yet."""
+        return {**(earlier.pause_seconds if earlier is not None else {}), **self._parts.recorder.pause_seconds}
+
     def pace(self) -> Pace | None:
         """Of this session, or of the one before while this one has measured next to nothing."""
         machine, recorder = self._opened.machine, self._parts.recorder
@@ -289,10 +299,16 @@ class LiveReport:
         if len(seconds) >= MIN_STEPS_FOR_PACE or earlier is None:
             if len(seconds) < MIN_STEPS_FOR_PACE:
                 seconds, tokens = (), ()
-            return Pace(machine=machine, step_seconds=seconds, num_tokens=tokens, steps=steps, num_sessions=num_sessions)
-        if earlier.machine != machine:
-            steps, num_sessions = StepAggregate(), 0  # no longer the latest sessions on that machine
-        return dataclasses.replace(earlier, steps=steps, num_sessions=num_sessions)
+            pauses = self._pause_seconds(self._earlier_pace())
+            return Pace(
+                machine=machine, step_seconds=seconds, num_tokens=tokens, pause_seconds=pauses, steps=steps,
+                num_sessions=num_sessions,
+            )  # fmt: skip
+        if earlier.machine != machine:  # no longer the latest sessions on that machine
+            return dataclasses.replace(earlier, steps=StepAggregate(), num_sessions=0)
+        return dataclasses.replace(
+            earlier, steps=steps, num_sessions=num_sessions, pause_seconds=self._pause_seconds(earlier)
+        )
 
     def _steps_of_all_sessions(self) -> tuple[StepAggregate, int]:
         """The measured steps of this session and of those right before it on the same machine; how many sessions that is."""

@@ -24,7 +24,7 @@ from ftcost_callback.boundary import Boundary
 from ftcost_callback.dry_run import LONGEST_STEPS, dry_run_lines, say
 from ftcost_callback.gpu_watch import GpuWatch
 from ftcost_callback.live_report import LiveReport, Parts
-from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory
+from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory, left_aside
 from ftcost_callback.peak_memory import PeakMemory
 from ftcost_callback.process_run import FLUSH_SECONDS, ProcessRun
 from ftcost_callback.profiler_window import ProfilerWindow
@@ -39,6 +39,7 @@ from ftcost_callback.step_resolution import step_row
 
 _log = logging.getLogger("ftcost_callback")
 
+_IN_ORDER: Final[tuple[PauseKind, ...]] = ("log", "eval", "save")  # as the Trainer makes them after a step
 REPORT_SECONDS: Final = 10.0  # a report at least this often, also between logging steps
 
 
@@ -79,6 +80,7 @@ class LiveRun(ProcessRun):
         self._pauses_to_come: frozenset[PauseKind] = frozenset()
         self._step_ended_at = 0.0
         self._said_out_of_memory = False
+        self.pausing: PauseKind | None = None  # as a loop of the user's own says
         self._ran_out_with: str | None = None  # torch's message, until it is known whether a smaller batch is tried
 
     # --- the session begins -------------------------------------------------------------------------------------------
@@ -163,6 +165,7 @@ class LiveRun(ProcessRun):
         if self._profiler is not None and not self._profiler.is_over:
             profiler, step = self._profiler, self._steps.last_step + 1
             self._boundary.call("profiler", lambda: profiler.step_begins(step))
+            self.counters.window.is_expected = False  # whether it is left running is asked at each forward
 
     def step_ends(self, global_step: int, *, pauses_to_come: frozenset[PauseKind] = frozenset()) -> bool:
         """The optimizer has stepped; ``pauses_to_come`` follow it. True: training should stop (and save)."""
@@ -170,7 +173,7 @@ class LiveRun(ProcessRun):
         self._pauses_to_come = pauses_to_come
         profiler = self._profiler if self._profiler is not None and self._profiler.is_profiling else None
         self._steps.ends(global_step, is_profiled=profiler is not None)
-        self.counters.is_in_batch = not self._tells_batches
+        self._batches_are_over()
         profile = self._boundary.call("profiler", lambda: profiler.step_ends(global_step)) if profiler is not None else None
         if profile is not None:
             self._keep_profile(profile)
@@ -268,6 +271,13 @@ class LiveRun(ProcessRun):
             self._boundary.call("peak memory", self._peaks.step_ends)
             self.record.flush()
 
+    def epoch_ends(self, pauses_to_come: frozenset[PauseKind]) -> None:
+        super().epoch_ends(pauses_to_come)
+        is_unreported = self._steps.last_step > self._begun.last_report_step and self.recorder.num_measured_steps > 0
+        if "log" in pauses_to_come and is_unreported:
+            self._pauses_to_come = pauses_to_come
+            self._make_report(None, with_experts=True)
+
     def pause(self, kind: PauseKind) -> None:
         """What passed since the last step or pause was a pause of this kind."""
         self.wait_for_steps()
@@ -284,12 +294,14 @@ class LiveRun(ProcessRun):
 
     def ledger(self) -> Ledger:
         report, totals = self._begun, self.recorder.totals
+        spent_usd, spent_seconds = report.spending.known(totals.wall_seconds)
         return Ledger(
             run_id=self.identity.run_id,
             session_index=self.identity.session_index,
             global_step=self._steps.last_step,
             totals=totals,
-            spent_usd=report.spent_usd(totals.wall_seconds),
+            spent_usd=spent_usd,
+            spent_seconds=spent_seconds,
             energy_joules=self._gpu.energy_joules,
             crossed_thresholds=report.budget.crossed,
             pace=report.pace(),
@@ -361,11 +373,15 @@ class LiveRun(ProcessRun):
 
     def epoch_left(self, error: BaseException) -> None:
         super().epoch_left(error)
-        if not (self._may_be_retried and is_out_of_memory(error)):
+        if self._epochs and not (self._may_be_retried and is_out_of_memory(error)):  # a run that has ended holds none
             self._boundary.call("closing line", lambda: self._say_what_it_cost(error))
 
     def _say_what_it_cost(self, error: BaseException) -> None:
-        """No summary follows. A warning, since it may be the last that is heard of the run."""
+        """No summary follows. A warning, since it may be the last that is heard of the run. The record says as much."""
+        unfinished = [kind for kind in _IN_ORDER if kind in self._pauses_to_come and not self.in_step]
+        self.pause(unfinished[0] if unfinished else "other")
+        self.record.write_what_waits(global_step=self._steps.last_step)
+        self.record.flush()
         elapsed = self.recorder.elapsed_seconds
         spent = self._begun.spent_usd(elapsed)
         bill = f"{dollars(spent)}, " if spent is not None else ""
@@ -380,6 +396,7 @@ class LiveRun(ProcessRun):
         if self._said_out_of_memory or (message is None and retried_with is None):
             return
         self._said_out_of_memory = True
+        during = self.pausing if self.pausing == "eval" or self.pausing == "save" else left_aside(error)
 
         def explain() -> None:
             failure = Failure(
@@ -388,6 +405,7 @@ class LiveRun(ProcessRun):
                 batch_shape=self.counters.batch_shape,
                 job=self._opened.job if self._opened is not None else None,
                 retried_with=retried_with,
+                during=during,
             )
             row = explained(failure)
             self.record.write(row)
@@ -421,11 +439,13 @@ class LiveRun(ProcessRun):
         self._close_recorder()
         self.release()
         totals = self.recorder.totals
+        spent_usd, spent_seconds = report.spending.known(totals.wall_seconds)
         return Identity(
             run_id=self.identity.run_id,
             session_index=self.identity.session_index + 1,
             earlier=totals,
-            earlier_spent_usd=report.spent_usd(totals.wall_seconds),
+            earlier_spent_usd=spent_usd,
+            earlier_spent_seconds=spent_seconds,
             earlier_energy_joules=self._gpu.energy_joules,
             furthest_step=max(self.identity.furthest_step, self._steps.last_step),
             crossed_thresholds=report.budget.crossed,

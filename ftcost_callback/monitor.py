@@ -314,6 +314,7 @@ class FTCostMonitor:
         run = self._run
         if run is None:
             return
+        self._told_pause(None)
         drawn, self._drawn = self._drawn, []
         labels = _labels_of_used(drawn, run.num_forwards)
         if not self._is_watching and batch is not None and self._loop.accumulation_steps == 1:
@@ -398,15 +399,21 @@ class FTCostMonitor:
         """
         if kind not in _PAUSES:
             raise CostModelError(f"pause takes one of {', '.join(_PAUSES)}, got {kind!r}")
-        self._boundary.call(_MONITOR, self._pause_begins)
+        self._boundary.call(_MONITOR, lambda: self._pause_begins(kind))
         try:
             yield
+            self._told_pause(None)  # after an error it says where that came from
         finally:
             self._boundary.call(_MONITOR, lambda: self._pause_ends(kind))
 
-    def _pause_begins(self) -> None:
+    def _pause_begins(self, kind: PauseKind) -> None:
         if self._run is not None and not self._run_has_forwards:
             self._run.pause("other")  # what the loop did since its last step
+        self._told_pause(kind)
+
+    def _told_pause(self, kind: PauseKind | None) -> None:
+        if isinstance(self._run, LiveRun):
+            self._run.pausing = kind
 
     def _pause_ends(self, kind: PauseKind) -> None:
         if self._run is None:

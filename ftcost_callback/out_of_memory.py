@@ -1,16 +1,19 @@
-"""When a training step runs out of memory: which term was over, and what would have fitted. Pure, but for the question
-to the estimate."""
+"""When a training runs out of memory: which term was over, and what would have fitted. Pure, but for the question to the
+estimate and the look at what the Trainer was doing."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from costmodel.errors import CostModelError
 from costmodel.units import GIB
 from ftcost_callback.records import OutOfMemory
+from ftcost_callback.training_watch import LOOP
 
 _UNITS: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _AMOUNT: Final = r"([\d.]+) (bytes|[KMGT]iB)"
@@ -46,6 +49,28 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+# The Trainer's methods (transformers 5.24) that are no training step.
+_ASIDE: Final[Mapping[str, Literal["eval", "save"]]] = {
+    "evaluate": "eval",
+    "predict": "eval",
+    "evaluation_loop": "eval",
+    "prediction_step": "eval",
+    "_save_checkpoint": "save",
+    "save_model": "save",
+}
+
+
+def left_aside(error: BaseException | None) -> Literal["eval", "save"] | None:
+    """What the training loop was doing that is no step, by the frames that ``error`` has passed, and those it has still to
+    pass where it is told of on its way."""
+    outer = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
+    to_pass = outer[: outer.index(LOOP)] if LOOP in outer else []
+    passed = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
+    if LOOP in passed:
+        passed = passed[passed.index(LOOP) :]
+    return next((_ASIDE[name] for name in itertools.chain(passed, to_pass) if name in _ASIDE), None)
+
+
 def parsed_message(text: str) -> dict[str, int]:
     """Bytes that torch's message names; what it does not say is absent."""
     found = {name: pattern.search(text) for name, pattern in _MESSAGE_PARTS.items()}
@@ -61,11 +86,14 @@ class Failure:
     batch_shape: tuple[int, int] | None = None  # (rows, padded length) of its micro-batch
     job: Mapping[str, Any] | None = None
     retried_with: int | None = None  # auto_find_batch_size went on with this batch
+    during: Literal["eval", "save"] | None = None  # after the step before, or in the middle of this one
 
 
 def explained(failure: Failure) -> OutOfMemory:
     """The record of a failure. Asks the estimate about the batch that failed; without a job, the message alone speaks."""
     said = parsed_message(failure.message)
+    if failure.during is not None and failure.retried_with is None:
+        return _explained_aside(failure, said)
     answer = _answer(failure)
     memory = (answer or {}).get("memory") or {}
     capacity = said.get("capacity_bytes") or memory.get("capacity_bytes")
@@ -86,6 +114,32 @@ def explained(failure: Failure) -> OutOfMemory:
         would_fit=fits or None,
         retried_with=failure.retried_with,
         verdict=verdict,
+    )
+
+
+def _explained_aside(failure: Failure, said: Mapping[str, int]) -> OutOfMemory:
+    """Of an evaluation or a save, which the estimate of a training step says nothing about."""
+    capacity, requested = said.get("capacity_bytes"), said.get("requested_bytes")
+    term, why = _term_over(said, {}, capacity)
+    if term == "unknown":
+        why = f"{_gib(requested)} were asked for" if requested is not None else "torch does not say for what"
+        if failure.during == "eval":
+            way_out = (
+                "a smaller per_device_eval_batch_size needs less, and prediction_loss_only=True or eval_accumulation_steps "
+                "keep no predictions on the device"
+            )
+        else:
+            way_out = "what is saved was copied on the device; save_only_model=True saves less"
+    else:
+        way_out = _way_out(failure, {}, term)
+    what = "evaluating" if failure.during == "eval" else "saving"
+    return OutOfMemory(
+        global_step=failure.global_step,
+        requested_bytes=requested,
+        allocated_bytes=said.get("allocated_bytes"),
+        capacity_bytes=capacity,
+        term=term,
+        verdict=f"out of memory while {what} after step {failure.global_step - 1}: {why}; {way_out}",
     )
 
 

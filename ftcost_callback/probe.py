@@ -508,7 +508,7 @@ def _quiet(logger_name: str) -> Iterator[None]:
 
 def _counted_operators() -> tuple[int, int]:
     """(forward, backward) operators that the time model counts for the tiny model."""
-    from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS
+    from costmodel.operators import LAYER_OPERATORS, MODEL_OPERATORS
 
     of_forward, of_backward = (
         of_model + _LAYERS * of_layer for of_model, of_layer in zip(MODEL_OPERATORS, LAYER_OPERATORS, strict=True)

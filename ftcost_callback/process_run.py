@@ -28,7 +28,11 @@ from ftcost_callback.wrapped_method import WrappedMethod
 
 _log = logging.getLogger("ftcost_callback")
 
-EPOCH: Final = "_run_epoch"  # transformers 5.24: an epoch with its backwards and optimizer steps
+# Of transformers 5.24, which an exception may leave: an epoch with its backwards and optimizer steps, what follows the last
+# one, and an evaluation before the first.
+EPOCH: Final = "_run_epoch"
+END: Final = "_finalize_training"
+EVALUATION: Final = "_evaluate"
 FLUSH_SECONDS: Final = 1.0  # a kill loses no more of the record than this
 
 
@@ -61,9 +65,10 @@ class ProcessRun:
         self.record = RecordWriter(boundary, clock)
         self._steps = StepResolution(self.recorder, self.counters, boundary, clock)
         self._watch: TrainingWatch | None = None
-        self._epochs: WrappedMethod | None = None
+        self._epochs: dict[str, WrappedMethod] = {}
         self._is_removed: Callable[[], bool] = lambda: False
         self._tells_batches = False  # a Trainer says when a step's batches begin and end
+        self._is_in_batch = True  # false outside a step's own forwards, where somebody may call the model for something else
         self._may_be_retried = False  # auto_find_batch_size begins again with a smaller batch
 
     # --- whether it still trains --------------------------------------------------------------------------------------
@@ -73,26 +78,23 @@ class ProcessRun:
         this run nothing any more."""
         self._is_removed = is_removed
         self._watch = TrainingWatch(trainer, self.left, closely=self._looks_closely)
-        self._epochs = WrappedMethod(
-            trainer,
-            EPOCH,
-            functools.partial(
-                _telling_of_errors, weakref.WeakMethod(self.epoch_left), weakref.WeakMethod(self.look_if_removed)
-            ),
+        telling = functools.partial(
+            _telling_of_errors, weakref.WeakMethod(self.epoch_left), weakref.WeakMethod(self.look_if_removed)
         )
+        names = (EPOCH, END, EVALUATION) if self._plan.eval_on_start else (EPOCH, END)
+        self._epochs = {name: WrappedMethod(trainer, name, telling) for name in names}
         self._may_be_retried = bool(getattr(getattr(trainer, "args", None), "auto_find_batch_size", False))
-        self.counters.on_forward = self._forward_begins
         self._tells_batches = True
-        self.counters.is_in_batch = False
-        self.counters.accepts_forwards = self._accepts_forward
+        self._is_in_batch = False
+        self.counters.window.accepts = self._accepts_forward
 
     def _accepts_forward(self) -> bool:
-        """Whether a forward that begins now is one of a step's own."""
+        """Whether a forward that begins now is one of a step's own. Nobody asks about the first after the step's begin."""
         if self.look_if_removed():
             return False
-        if not self.counters.is_in_batch:
-            self._forward_begins()  # of another training, perhaps, which is left open to nothing of ours
-        return self.counters.is_in_batch
+        if self._watch is not None and self._looks_closely():  # of another training, perhaps
+            self._boundary.call("training watch", self._watch.look_closely)
+        return self._is_in_batch
 
     def look_if_removed(self) -> bool:
         """Whether the Trainer tells us nothing any more; the run then ends here. Must not raise."""
@@ -111,12 +113,10 @@ class ProcessRun:
         return self._watch is not None and self._watch.holds_another(trainer)
 
     def epoch_begins(self) -> None:
+        if (first := self._epochs.pop(EVALUATION, None)) is not None:
+            first.undo()  # whoever goes on after a later one that failed has not left the epoch
         if self._watch is not None:
             self._boundary.call("training watch", self._watch.epoch_begins)
-
-    def _forward_begins(self) -> None:
-        if self._watch is not None and self._looks_closely():
-            self._boundary.call("training watch", self._watch.look_closely)
 
     def _looks_closely(self) -> bool:
         """Whether what is left open would disturb who trains on."""
@@ -127,7 +127,7 @@ class ProcessRun:
     def step_begins(self, *, awaits_batch: bool = False) -> None:
         """The batches of the next step have arrived; ``awaits_batch``: they are waited for until its first forward."""
         self._steps.begins(awaits_batch=awaits_batch)
-        self.counters.is_in_batch = True
+        self._is_in_batch = self.counters.window.is_expected = True
         if self._watch is not None and not self._watch.is_following:
             self._boundary.call("training watch", self._watch.step_begins)
 
@@ -163,8 +163,12 @@ class ProcessRun:
         self._steps.phase_begins("optimizer")
 
     def optimizer_ends(self) -> None:
-        self.counters.is_in_batch = not self._tells_batches
+        self._batches_are_over()
         self._steps.phase_begins("other")
+
+    def _batches_are_over(self) -> None:
+        self._is_in_batch = not self._tells_batches
+        self.counters.window.is_expected = False
 
     def rollout_begins(self) -> None:
         """What the step trains on is being generated, and then scored."""
@@ -187,6 +191,10 @@ class ProcessRun:
     def wait_for_steps(self) -> None:
         """A pause begins: the steps before it are over, or are waited for."""
         raise NotImplementedError
+
+    def epoch_ends(self, pauses_to_come: frozenset[PauseKind]) -> None:
+        """``pauses_to_come`` follow its last step, also where that step's end did not know it to be the last."""
+        self.wait_for_steps()
 
     def pause(self, kind: PauseKind) -> None:
         """What passed since the last step or pause was a pause of this kind."""
@@ -218,7 +226,7 @@ class ProcessRun:
         """``error`` leaves a forward or the epoch, and goes on to whom it belongs. Must not raise."""
 
     def epoch_left(self, error: BaseException) -> None:
-        """``error``, a keyboard's too, leaves the epoch. Must not raise."""
+        """``error``, a keyboard's too, leaves the epoch, or what comes before or after them. Must not raise."""
         self.epoch_failed(error)
 
     def left(self) -> None:
@@ -246,8 +254,9 @@ class ProcessRun:
                 _log.debug("ftcost: letting go failed", exc_info=True)
 
     def _let_go_of_epochs(self) -> None:
-        if self._epochs is not None:
-            self._epochs.undo()
+        methods, self._epochs = self._epochs, {}
+        for method in methods.values():
+            method.undo()
 
     def _releases(self) -> list[Callable[[], None]]:
         """How to let go of each thing that is held."""

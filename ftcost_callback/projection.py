@@ -523,7 +523,8 @@ def num_remaining_pauses(
     every_steps: float | None,
     steps_done: int,
     max_steps: int | None,
-    steps_per_epoch: float | None = None,
+    steps_per_epoch: int | None = None,
+    epochs_per_step: float | None = None,
     also_at_the_end: bool = True,
     delay: float = 0.0,
 ) -> int:
@@ -536,10 +537,13 @@ def num_remaining_pauses(
     """
     if max_steps is None or steps_done >= max_steps:
         return 0
-    if strategy == "epoch" and steps_per_epoch is not None and steps_per_epoch > 0:
-        epochs, done = max_steps / steps_per_epoch, math.floor(steps_done / steps_per_epoch)
-        whole = max(0, math.floor(epochs) - max(done, math.ceil(delay) - 1))
-        return whole + (epochs > math.floor(epochs) and delay <= epochs)
+    if strategy == "epoch" and not steps_per_epoch:
+        return int(delay <= 1)  # at the end, and nobody knows how often before
+    if strategy == "epoch" and steps_per_epoch:
+        epochs, steps_left = divmod(max_steps, steps_per_epoch)
+        done = max(steps_done // steps_per_epoch, math.ceil(delay) - 1)
+        ends_at = epochs + steps_left * (epochs_per_step if epochs_per_step is not None else 1 / steps_per_epoch)
+        return max(0, epochs - done) + (steps_left > 0 and delay <= ends_at)  # a part of an epoch ends one too
     if strategy == "steps" and every_steps is not None and every_steps > 0:
         every = math.ceil(every_steps * max_steps) if every_steps < 1 else int(every_steps)
         at_the_end = also_at_the_end and max_steps % every != 0 and delay <= max_steps

@@ -79,7 +79,7 @@ class RankRun(ProcessRun):
     def step_ends(self, global_step: int, *, pauses_to_come: frozenset[PauseKind] = frozenset()) -> bool:
         """As :meth:`LiveRun.step_ends`; a process never stops training on its own."""
         self._steps.ends(global_step)
-        self.counters.is_in_batch = not self._tells_batches
+        self._batches_are_over()
         now = self._clock()
         if self._first_step_ended_at is None:
             self._first_step_ended_at = now

@@ -90,7 +90,15 @@ class RecordWriter:
 
         def open_file() -> None:
             record = run_file_path(output_dir)
-            self.file = RunFile(rank_file_path(record, rank) if rank else record)
+            path = rank_file_path(record, rank) if rank else record
+            self.file = RunFile(path)
+            if self.file.path != path:
+                _log.warning(
+                    "ftcost: another training writes to %s: the record of this one is %s beside it; "
+                    "give each an output_dir of its own",
+                    path,
+                    self.file.path.name,
+                )
 
         self._boundary.call("run record", open_file)
 

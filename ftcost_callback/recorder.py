@@ -15,7 +15,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from ftcost_callback.projection import StepMoments, StepWindows
 from ftcost_callback.records import PauseKind, TokenCounts
@@ -225,12 +225,13 @@ _AGGREGATE_COUNTS: Final = (*TOKEN_FIELDS, "sum_squared_sequence_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast ``machine`` did its steps: the last ones, for the projection of the next session on the same machine, and
-    all of the latest ``num_sessions`` on it, for the rates of the run."""
+    """How fast ``machine`` did its steps and pauses: the last ones, for the projection of the next session on the same
+    machine, and all steps of the latest ``num_sessions`` on it, for the rates of the run."""
 
     machine: str
     step_seconds: tuple[float, ...] = ()  # oldest first
     num_tokens: tuple[int, ...] = ()  # of the same steps, or empty
+    pause_seconds: Mapping[PauseKind, tuple[float, ...]] = field(default_factory=dict)  # oldest first
     steps: StepAggregate = field(default_factory=StepAggregate)
     num_sessions: int = 0  # in ``steps``
 
@@ -243,10 +244,12 @@ class Pace:
         if not fields or not (fields.get("step_seconds") or fields.get("steps")):
             return None
         seconds, tokens = tuple(fields.get("step_seconds") or ()), tuple(fields.get("num_tokens") or ())
+        pauses = fields.get("pause_seconds") or {}
         return cls(
             machine=str(fields.get("machine", "")),
             step_seconds=tuple(map(float, seconds)),
             num_tokens=tokens if len(tokens) == len(seconds) else (),
+            pause_seconds={kind: tuple(map(float, pauses[kind])) for kind in get_args(PauseKind) if pauses.get(kind)},
             steps=StepAggregate.from_dict(fields.get("steps") or {}),
             num_sessions=int(fields.get("num_sessions", 0)),
         )
@@ -540,9 +543,10 @@ class StepRecorder:
         tokens = tuple(count for _, count in self._recent if count is not None)
         return tokens if len(tokens) == len(self._recent) else ()
 
-    def pause_seconds(self, kind: PauseKind) -> tuple[float, ...]:
-        """The last pauses of this kind in this session, oldest first."""
-        return tuple(seconds for _, seconds in self._pauses.get(kind, ()))
+    @property
+    def pause_seconds(self) -> dict[PauseKind, tuple[float, ...]]:
+        """The last pauses of each kind in this session, oldest first."""
+        return {kind: tuple(seconds for _, seconds in pauses) for kind, pauses in self._pauses.items()}
 
     def _advance(self, to: float | None) -> float:
         now, mark = self._clock() if to is None else to, self.mark

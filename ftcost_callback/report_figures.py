@@ -157,14 +157,9 @@ def cost_figure(run: ReportedRun) -> tuple[Figure, list[LegendEntry]] | None:
     rows = [row for row in rows if row[0] == row[0]]
     if not any(row[1] == row[1] for row in rows):
         return None
-    still_to_come: list[Point] = []
+    still_to_come = _still_to_come(run, x_unit) if over_time else []
     if over_time:
-        ends = (0.0, max(rows[-1][0], end_seconds / x_unit))
-        total_usd, total_seconds = (run.series.last(f"projected_total_{name}") for name in ("usd", "seconds"))
-        spent_usd, elapsed = run.series.last("spent_usd"), run.series.last("elapsed_seconds")
-        if not run.is_over and total_usd and total_seconds and spent_usd and elapsed:
-            still_to_come = [(elapsed / x_unit, spent_usd), (total_seconds / x_unit, total_usd)]
-            ends = (0.0, max(ends[1], still_to_come[1][0]))
+        ends = (0.0, max(rows[-1][0], end_seconds / x_unit, *(time for time, _ in still_to_come)))
     else:
         ends = (rows[0][0], max(rows[-1][0], float(run.max_steps or 0)))
 
@@ -194,30 +189,61 @@ def cost_figure(run: ReportedRun) -> tuple[Figure, list[LegendEntry]] | None:
         style = {"color": "--accent", "width": 1.6, "dash": "dash"}
         traces.append(line(still_to_come, "--accent", name="still to spend", mode="lines", line=style))
         legend.insert(1, ("dash", "--accent", "still to spend, as projected"))
-    top = max(value for trace in traces for value in trace["y"] if value is not None)
-    limit = _budget_limit(run, "usd" if priced else "hours")
-    if limit is not None:
-        value = limit if priced else limit * SECONDS_PER_HOUR / y_unit
-        text = usd(limit) if priced else duration(limit * SECONDS_PER_HOUR)
-        if value <= MAX_BUDGET_HEIGHT * top:
-            traces.append(level(ends, value, "--text", name="budget", dash="solid"))
-            legend.append(("line", "--text", f"budget {text}"))
-            top = max(top, value)
-        else:
-            legend.append(("line", "--text", f"budget {text}, above this chart"))
-    y_axis: Figure = {"rangemode": "tozero"}
-    if priced:
-        digits = 0 if top >= 10 else 2 if top >= 0.2 else min(6, 2 - math.floor(math.log10(top or 1.0)))
-        y_axis |= {"tickprefix": "$", "tickformat": f",.{digits}f", "hoverformat": f",.{digits + 2}f"}
-    else:
-        y_axis |= {"ticksuffix": f" {unit}", "hoverformat": ".4~g"}
-    margin = 0.01 * (ends[1] - ends[0]) or 0.5
-    x_axis: Figure = {"range": [shorten(ends[0]), shorten(ends[1] + margin)], "separatethousands": True}
-    x_axis |= {"title": {"text": f"wall time, {unit}"}, "hoverformat": ".1f", "ticksuffix": ""} if over_time else {}
-    x_axis.setdefault("title", {"text": "step"})
+    top = _add_budget(run, traces, legend, ends, None if priced else y_unit)
     positions = [time / x_unit for time in _resume_times(run)] if over_time else _resume_steps(run)
-    layout = {"xaxis": x_axis, "yaxis": y_axis, "shapes": _resume_lines(positions)}
+    layout = {
+        "xaxis": _run_axis(ends, unit if over_time else None),
+        "yaxis": _dollar_axis(top) if priced else {"rangemode": "tozero", "ticksuffix": f" {unit}", "hoverformat": ".4~g"},
+        "shapes": _resume_lines(positions),
+    }
     return {"data": traces, "layout": layout}, legend
+
+
+def _still_to_come(run: ReportedRun, unit_seconds: float) -> list[Point]:
+    """What is spent now and at the end, as projected; nothing of a run that is over."""
+    total_usd, total_seconds = (run.series.last(f"projected_total_{name}") for name in ("usd", "seconds"))
+    spent_usd, elapsed = run.series.last("spent_usd"), run.series.last("elapsed_seconds")
+    if run.is_over or not (total_usd and total_seconds and spent_usd and elapsed):
+        return []
+    return [(elapsed / unit_seconds, spent_usd), (total_seconds / unit_seconds, total_usd)]
+
+
+def _add_budget(
+    run: ReportedRun, traces: list[Figure], legend: list[LegendEntry], ends: tuple[float, float], unit_seconds: float | None
+) -> float:
+    """Draws the limit, unless the chart ends far below it; returns the chart's highest value. ``None``: it is of dollars."""
+    top: float = max(value for trace in traces for value in trace["y"] if value is not None)
+    limit = _budget_limit(run, "usd" if unit_seconds is None else "hours")
+    if limit is None:
+        return top
+    value = limit if unit_seconds is None else limit * SECONDS_PER_HOUR / unit_seconds
+    text = usd(limit) if unit_seconds is None else duration(limit * SECONDS_PER_HOUR)
+    if value > MAX_BUDGET_HEIGHT * top:
+        legend.append(("line", "--text", f"budget {text}, above this chart"))
+        return top
+    traces.append(level(ends, value, "--text", name="budget", dash="solid"))
+    legend.append(("line", "--text", f"budget {text}"))
+    return max(top, value)
+
+
+def _dollar_axis(top: float) -> Figure:
+    """From 0, with as many digits as the highest value needs."""
+    digits = 0 if top >= 10 else 2 if top >= 0.2 else min(6, 2 - math.floor(math.log10(top or 1.0)))
+    return {
+        "rangemode": "tozero",
+        "tickprefix": "$",
+        "tickformat": f",.{digits}f",
+        "hoverformat": f",.{digits + 2}f",
+    }
+
+
+def _run_axis(ends: tuple[float, float], time_unit: str | None) -> Figure:
+    """Over wall time in ``time_unit``, or over steps."""
+    margin = 0.01 * (ends[1] - ends[0]) or 0.5
+    axis: Figure = {"range": [shorten(ends[0]), shorten(ends[1] + margin)], "separatethousands": True}
+    if time_unit is None:
+        return axis | {"title": {"text": "step"}}
+    return axis | {"title": {"text": f"wall time, {time_unit}"}, "hoverformat": ".1f", "ticksuffix": ""}
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

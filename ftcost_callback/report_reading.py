@@ -13,7 +13,15 @@ from typing import Any, Final, TextIO
 from costmodel.errors import CostModelError
 from ftcost_callback.ranks import RankRows, last_session
 from ftcost_callback.records import MAX_NUMBER, ROW_TYPES, SCHEMA_VERSION
-from ftcost_callback.report_series import DRAWN_PAUSE_KINDS, NOT_MEASURED, PAUSE_KINDS, RunSeries, finite, is_complete
+from ftcost_callback.report_series import (
+    DRAWN_PAUSE_KINDS,
+    NOT_MEASURED,
+    PAUSE_KINDS,
+    RunSeries,
+    finite,
+    is_complete,
+    price_of,
+)
 from ftcost_callback.run_file import find_record
 
 CHUNK_CHARACTERS: Final = 1 << 18
@@ -154,6 +162,8 @@ class _Reader:
             remarks.append(f"{len(self.damaged)} damaged lines were left out, the first is line {self.damaged[0]}")
         if self.foreign_types:
             remarks.append(f"rows of unknown type were left out: {', '.join(sorted(self.foreign_types)[:5])}")
+        if run.sessions and price_of(run.sessions[-1]) is None and any(price_of(each) is not None for each in run.sessions):
+            remarks.append("the last session has no price: what the run cost is not known")
         if not run.sessions:
             remarks.append("there is no session row: job, device, price and versions are not known")
         if number := len(self.earlier_run_ids):

@@ -65,13 +65,13 @@ def summary_text(row: Mapping[str, Any]) -> str:
         rates.append(f"{row['non_padding_tokens_per_second']:,.0f} tokens/s without padding{of_sessions}")
     if row.get("mfu") is not None:
         rates.append(f"MFU {percent(row['mfu'])}")
-    predicted = []
+    predicted, is_of_time = [], row.get("is_one_rate") is False
     if row.get("predicted_usd") is not None:
-        predicted.append(usd(row["predicted_usd"]) + (" all at the last price" if prices else ""))
+        predicted.append(usd(row["predicted_usd"]) + (" all at the last price" if is_of_time else ""))
     if row.get("predicted_seconds") is not None:
         predicted.append(duration(row["predicted_seconds"]))
     if predicted:
-        ratio, of_time = row.get("total_measured_over_predicted"), " the time" if prices else ""
+        ratio, of_time = row.get("total_measured_over_predicted"), " the time" if is_of_time else ""
         took = f" (took {ratio:.2f}x{of_time})" if ratio is not None else ""
         rates.append(f"predicted {', '.join(predicted)}{took}")
     passes = [
@@ -105,11 +105,12 @@ def _identity(run: ReportedRun) -> dict[str, Any]:
         "max_steps": run.max_steps,
         "usd_per_gpu_hour": finite(price.get("usd_per_gpu_hour")),
         "usd_per_gpu_hour_paid": prices if len(prices) > 1 else None,
+        "is_one_rate": None if run.compares_dollars else False,
         "sessions": _sessions(run),
         "predicted_usd": finite(before.get("total_usd")),
         "predicted_seconds": finite(before.get("total_seconds")),
-        "projected_usd": None if run.is_over else series.last("projected_total_usd"),
-        "projected_seconds": None if run.is_over else series.last("projected_total_seconds"),
+        "projected_usd": None if run.is_over else series.projected("projected_total_usd"),
+        "projected_seconds": None if run.is_over else series.projected("projected_total_seconds"),
         "total_measured_over_predicted": ratio if run.is_complete else None,
     }
 
@@ -141,7 +142,7 @@ def _figures(run: ReportedRun) -> dict[str, Any]:
         "mfu": run.mfu,
         "peak_allocated_bytes": run.peak_bytes("peak_allocated_bytes"),
         "peak_reserved_bytes": run.peak_bytes("peak_reserved_bytes"),
-        **{name: round(count) for name in _COUNTS if (count := series.total(name)) is not None},
+        **{name: round(count) for name in _COUNTS if (count := series.num_tokens(name)) is not None},
     }
     written = {
         name: value

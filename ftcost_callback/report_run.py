@@ -96,11 +96,11 @@ class ReportedRun:
     @property
     def final_usd(self) -> float | None:
         """Dollars of the whole run: spent when it is complete, else projected."""
-        return self.totals.spent_usd if self.is_complete else self.series.last("projected_total_usd")
+        return self.totals.spent_usd if self.is_complete else self.series.projected("projected_total_usd")
 
     @property
     def final_seconds(self) -> float | None:
-        return self.totals.wall_seconds if self.is_complete else self.series.last("projected_total_seconds")
+        return self.totals.wall_seconds if self.is_complete else self.series.projected("projected_total_seconds")
 
     @property
     def is_over(self) -> bool:

@@ -130,7 +130,7 @@ def _cards_html(run: ReportedRun) -> str:
         predicted = duration(predicted_seconds) if predicted_seconds is not None else None
         predicted_note = range_text(before.get("total_seconds_low"), before.get("total_seconds_high"), duration)
     predicted_note = predicted_note and interval + predicted_note
-    if not run.compares_dollars and spent is not None:
+    if not run.compares_dollars and spent is not None and predicted is not None:
         predicted_note += ", all at the last price" if predicted_note else "all at the last price"
     ratio, ratio_note = plan_ratio(run)
     step = run.steady_step_seconds
@@ -152,7 +152,7 @@ def _cards_html(run: ReportedRun) -> str:
             "Total, measured over predicted" if run.is_complete else "Total, projected over predicted",
             f"{ratio:.2f}" if ratio else None,
             ratio_note,
-            absent="no prediction" if not before else "not comparable" if run.predicted_gpu else "not known yet",
+            absent="no prediction" if predicted is None else "not comparable" if run.predicted_gpu else "not known yet",
         ),
         _card(
             "Wall time" if run.is_over else "Wall time so far",
@@ -295,13 +295,13 @@ def _predictions_html(run: ReportedRun) -> str:
     ]
     bases = [(run.before, run.basis_of_before), (run.tokens_seen, "on the tokens seen")]
     bases = [(prediction, text) for prediction, text in bases if prediction]
-    rows = []
+    rows, is_predicted = [], False
     for name, key, value, text in measured:
         cells, known = [], value is not None
         for prediction, _ in bases:
             source = prediction if key in prediction else predicted_memory(prediction)
             predicted = finite(source.get(key))
-            known = known or predicted is not None
+            known, is_predicted = known or predicted is not None, is_predicted or predicted is not None
             span = range_text(source.get(key + "_low"), source.get(key + "_high"), text)
             cells.append("–" if predicted is None else escape(text(predicted)) + range_html(span))
             comparable = value is not None and predicted and run.predicted_gpu is None
@@ -309,6 +309,8 @@ def _predictions_html(run: ReportedRun) -> str:
             cells.append(f"{value / predicted:.2f}" if comparable and value and predicted else "–")
         if known:
             rows.append([name, escape(text(value)) if value is not None else "–", *cells])
+    if not is_predicted:  # on a CPU only the tokens of a step are
+        return section_html(title, "", absent_html("Neither time nor memory was predicted: the notes below say why."))
     head = ["", "Measured" if run.is_complete else "Measured so far"]
     for _, text_of_basis in bases:
         head += [f"Predicted {text_of_basis}", "Measured over predicted"]

@@ -228,8 +228,34 @@ class RunSeries:
         column = self.columns[name]
         return [] if column is self.absent else [value for value in column if value == value]
 
+    def num_tokens(self, name: str) -> float | None:
+        """Of that kind, over all steps: what the record's rows hold, and what the sessions before its first had counted."""
+        counted = self.total(name)
+        earlier = self.sessions[0].get("earlier_tokens") if self.sessions else None
+        if counted is None or not isinstance(earlier, dict):
+            return counted
+        before = finite(earlier.get(name))
+        return counted + before if before is not None else None
+
     def last(self, name: str) -> float | None:
         return next((value for value in reversed(self.columns[name]) if value == value), None)
+
+    @property
+    def last_session_start(self) -> int | None:
+        """The place of the last session's first row; ``None`` where it has none."""
+        if not self.session_starts:
+            return None
+        of_rows = self.columns["session_index"][self.session_starts[-1]]
+        number = finite(self.sessions[-1].get("session_index")) if self.sessions else None
+        return self.session_starts[-1] if number is None or of_rows != of_rows or of_rows == number else None
+
+    def projected(self, name: str) -> float | None:
+        """As the last session projected it: those before may have had another plan, or another price."""
+        start = self.last_session_start
+        column = self.columns[name]
+        if start is None or column is self.absent:
+            return None
+        return next((value for value in reversed(column[start:]) if value == value), None)
 
     def total(self, name: str) -> float | None:
         """Sum over the steps; a row of a very long run stands for ``num_steps`` of them, with their mean."""
@@ -281,23 +307,19 @@ def totals(run: RunSeries) -> Totals:
         "rollout": run.total("rollout_seconds") or 0.0,
         "startup": sum(finite(session.get("startup_seconds")) or 0.0 for session in run.sessions),
     }
-    earlier = run.sessions[0].get("earlier_seconds") if run.sessions else None
-    for bucket, value in (earlier if isinstance(earlier, dict) else {}).items():
-        name = str(bucket).removesuffix("_seconds")
+    first = run.sessions[0] if run.sessions else {}
+    for name, value in seconds_before(first).items():
         if name in seconds:
-            seconds[name] += finite(value) or 0.0
+            seconds[name] += value
+    seconds["data_wait"] += finite(first.get("earlier_data_wait_seconds")) or 0.0
     wall = max(run.last("elapsed_seconds") or 0.0, sum(seconds.values()) - seconds["data_wait"])
-    columns = (run.columns[name] for name in ("step_seconds", "num_steps", "repeated"))
-    wasted = 0.0
+    wasted = finite(first.get("earlier_wasted_seconds")) or 0.0
     if run.measured("repeated"):
-        wasted = math.fsum(value * count for value, count, repeated in zip(*columns, strict=True) if repeated == 1)
-    spent = run.last("spent_usd")
-    elapsed = run.last("elapsed_seconds")
-    if spent is not None and elapsed:  # what came after the last row, at the last session's price
-        usd_per_hour = finite(run.sessions[-1].get("usd_per_hour")) if run.sessions else None
-        if usd_per_hour is None:  # of an older record
-            usd_per_hour = spent / elapsed * SECONDS_PER_HOUR
-        spent += (wall - elapsed) / SECONDS_PER_HOUR * usd_per_hour
+        is_first_time = [place for place, repeated in enumerate(run.columns["repeated"]) if repeated != 1]
+        for name in ("step_seconds", "rollout_seconds"):
+            sums = run.sums(name, is_first_time)
+            wasted += sums[0] if sums is not None else 0.0
+    spent = _spent_usd(run, wall)
     if run.summary is not None:
         wall = run.summary_value("wall_seconds") or wall
         seconds = {name: _or(run.summary_value(f"{name}_seconds"), value) for name, value in seconds.items()}
@@ -310,6 +332,70 @@ def totals(run: RunSeries) -> Totals:
     order = ("train", "data_wait", "rollout", "eval", "save", "log", "startup", "other")
     finished = run.summary is not None and run.summary.get("status", "finished") == "finished"
     return Totals(wall, {name: seconds[name] for name in order}, wasted, spent, finished)
+
+
+def _spent_usd(run: RunSeries, wall_seconds: float) -> float | None:
+    """By the last row that says, and what came after it at the price of each session; ``None`` where the last has none."""
+    rates = usd_per_hour_of_sessions(run)
+    points = spent_points(run, 0, run.num_step_rows)
+    elapsed, spent = points[-1] if points else (0.0, 0.0)
+    begins = [sum(seconds_before(session).values()) for session in run.sessions]
+    if not rates or rates[-1] is None:
+        start = run.last_session_start
+        if not elapsed or start is None or not spent_points(run, start, run.num_step_rows):
+            return None
+        return spent + (wall_seconds - elapsed) * spent / elapsed  # of an older record
+    if not points and begins[0]:
+        return None  # what came before this record is said by a row alone
+    for ends_at, rate in zip([*begins[1:], wall_seconds], rates, strict=True):
+        if ends_at > elapsed and rate is not None:
+            spent += (ends_at - elapsed) / SECONDS_PER_HOUR * rate
+            elapsed = ends_at
+    return spent
+
+
+def seconds_before(session: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds that the sessions before took, by bucket; empty where the row does not say."""
+    earlier = session.get("earlier_seconds")
+    if not isinstance(earlier, dict):
+        return {}
+    return {str(name).removesuffix("_seconds"): finite(value) or 0.0 for name, value in earlier.items()}
+
+
+def price_of(session: Mapping[str, Any]) -> float | None:
+    """Dollars an hour of one GPU."""
+    price = session.get("price")
+    return finite(price.get("usd_per_gpu_hour")) if isinstance(price, dict) else None
+
+
+def usd_per_hour_of_sessions(run: RunSeries) -> list[float | None]:
+    """Of the whole job in each session; of older records by their step rows. What had no price counts at the next one's."""
+    by_rows: dict[float, float] = {}
+    for start, end in run.sessions_rows():
+        points = spent_points(run, start, end)
+        if points and (seconds := points[-1][0] - points[0][0]) > 0:
+            by_rows[run.columns["session_index"][start]] = (points[-1][1] - points[0][1]) / seconds * SECONDS_PER_HOUR
+    rates: list[float | None] = []
+    for place, session in enumerate(run.sessions):
+        said, number = finite(session.get("usd_per_hour")), finite(session.get("session_index"))
+        price, job = price_of(session), session.get("job")
+        num_gpus = finite(job.get("num_gpus")) if isinstance(job, dict) else None
+        at_price = price * (num_gpus or 1.0) if price is not None else None
+        rates.append(said if said is not None else by_rows.get(float(place) if number is None else number, at_price))
+    for place in reversed(range(len(rates) - 1)):
+        rates[place] = rates[place + 1] if rates[place] is None else rates[place]
+    return rates
+
+
+def spent_points(run: RunSeries, start: int, end: int) -> list[tuple[float, float]]:
+    """(elapsed seconds, dollars spent) of the first and the last of these rows that say both."""
+    elapsed, spent = run.columns["elapsed_seconds"], run.columns["spent_usd"]
+
+    def is_known(place: int) -> bool:
+        return elapsed[place] == elapsed[place] and spent[place] == spent[place]
+
+    ends = (next(filter(is_known, order), None) for order in (range(start, end), range(end - 1, start - 1, -1)))
+    return [(elapsed[place], spent[place]) for place in ends if place is not None]
 
 
 def _or(value: float | None, otherwise: float) -> float:

@@ -26,6 +26,7 @@ def identity_after(ledger: Ledger, *, from_step: int) -> Identity:
         resumed_from_step=from_step,
         earlier=ledger.totals,
         earlier_spent_usd=ledger.spent_usd,
+        earlier_spent_seconds=ledger.spent_seconds if ledger.spent_seconds is not None else ledger.totals.wall_seconds,
         earlier_energy_joules=ledger.energy_joules,
         furthest_step=ledger.global_step,
         crossed_thresholds=ledger.crossed_thresholds,
@@ -47,11 +48,15 @@ def with_unsaved_tail(identity: Identity, run_file: Path) -> Identity:
     if earlier is None or record.totals.wall_seconds <= earlier.wall_seconds:
         return identity
     said = (crossing(row.kind, row.limit, row.threshold) for row in record.budgets)
+    spent_usd, spent_seconds = identity.earlier_spent_usd, identity.earlier_spent_seconds
+    if record.spent_usd is not None:
+        spent_usd, spent_seconds = record.spent_usd, record.spent_seconds
     return dataclasses.replace(
         identity,
         session_index=max(session.session_index for session in record.sessions) + 1,
         earlier=record.totals,
-        earlier_spent_usd=record.spent_usd if record.spent_usd is not None else identity.earlier_spent_usd,
+        earlier_spent_usd=spent_usd,
+        earlier_spent_seconds=spent_seconds,
         furthest_step=max(identity.furthest_step, record.last_step),
         crossed_thresholds=tuple(sorted({*identity.crossed_thresholds, *said})),
     )

@@ -8,6 +8,7 @@ readers take the last.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -16,6 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from costmodel.errors import CostModelError
 from costmodel.units import SECONDS_PER_HOUR
@@ -61,15 +67,21 @@ class RunFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        ends_inside_a_line = _ends_inside_a_line(self.path)
+        """Where another process is writing to ``path``, to one beside it: one file does not tell rows of two runs apart."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._waiting: list[Row] = []
         self._process_id = os.getpid()
-        self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number in itertools.count(1):
+            self.path = path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            if _is_ours(descriptor):
+                break
+            os.close(descriptor)
+        self._descriptor: int | None = descriptor
         # An exception that ends training is told to no callback; the interpreter's exit is.
         self._at_exit = weakref.finalize(self, _write_rows, self._descriptor, self._waiting, self._process_id)
-        if ends_inside_a_line:
+        if _ends_inside_a_line(descriptor):
             _write(self._descriptor, b"\n")  # the line that a kill cut off stays alone
 
     @property
@@ -206,15 +218,23 @@ def _write(descriptor: int, content: bytes) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def _ends_inside_a_line(path: Path) -> bool:
+def _is_ours(descriptor: int) -> bool:
+    """Whether no other process writes there. The lock ends with the process, and a forked child, which may outlive it for
+    some seconds, has none."""
+    if fcntl is None:
+        return True
     try:
-        with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except FileNotFoundError:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # other errors: a disk that knows no locks
+    return True
+
+
+def _ends_inside_a_line(descriptor: int) -> bool:
+    if os.fstat(descriptor).st_size == 0:
         return False
+    os.lseek(descriptor, -1, os.SEEK_END)  # rows are appended, wherever it stands
+    return os.read(descriptor, 1) != b"\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +246,7 @@ class Ledger:
     global_step: int
     totals: Totals
     spent_usd: float | None = None
+    spent_seconds: float | None = None  # of the run, that those dollars are for, where later ones had no price; None: all
     energy_joules: float | None = None
     crossed_thresholds: tuple[str, ...] = ()
     pace: Pace | None = None
@@ -236,11 +257,13 @@ class Ledger:
         return {"schema_version": SCHEMA_VERSION, **fields, "totals": self.totals.to_dict(), **pace}
 
 
+_ROUNDED_SECONDS: Final = 1e-3  # what rows that stand for many steps may lose
 _LEDGER_FIELDS: Final = (
     "run_id",
     "session_index",
     "global_step",
     "spent_usd",
+    "spent_seconds",
     "energy_joules",
     "crossed_thresholds",
 )
@@ -271,7 +294,7 @@ def read_ledger(checkpoint_dir: str | os.PathLike[str], *, rank: int = 0) -> Led
     path = ledger_path(checkpoint_dir, rank)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        spending = {name: fields.get(name) for name in ("spent_usd", "energy_joules")}
+        spending = {name: fields.get(name) for name in ("spent_usd", "spent_seconds", "energy_joules")}
         for name, value in [*fields["totals"].items(), *spending.items()]:
             if value is not None and not (is_number(value) and value >= 0):
                 raise ValueError(f"{name} is {value!r}")
@@ -286,6 +309,7 @@ def read_ledger(checkpoint_dir: str | os.PathLike[str], *, rank: int = 0) -> Led
             global_step=fields["global_step"],
             totals=Totals.from_dict(fields["totals"]),
             spent_usd=fields.get("spent_usd"),
+            spent_seconds=fields.get("spent_seconds"),
             energy_joules=fields.get("energy_joules"),
             crossed_thresholds=tuple(fields.get("crossed_thresholds", ())),
             pace=Pace.from_dict(fields.get("pace")),
@@ -313,7 +337,8 @@ class RunRecord:
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)  # one for each session that ended in order
     totals: Totals = field(default_factory=Totals)  # summed over the rows; what a killed session left is inside
-    spent_usd: float | None = None  # as of the last row; of older records, of the last one that says
+    spent_usd: float | None = None  # of the first spent_seconds of the run; those after them had no price
+    spent_seconds: float | None = None
     num_unread_lines: int = 0
     remarks: list[str] = field(default_factory=list)  # processes whose tokens are missing
 
@@ -377,6 +402,7 @@ def read_run(path: str | os.PathLike[str], *, run_id: str | None = None, all_ran
         record,
         totals=totals.totals.with_known_tokens(),
         spent_usd=totals.spent_usd,
+        spent_seconds=totals.spent_at if totals.spent_usd is not None else None,
         num_unread_lines=num_unread_lines,
         remarks=ranks.remarks if ranks is not None else [],
     )
@@ -388,15 +414,16 @@ class _RowTotals:
     def __init__(self) -> None:
         self.totals = Totals()
         self.spent_usd: float | None = None
-        self._spent_at = 0.0  # seconds of the run, as of which that is
+        self.spent_at = 0.0  # seconds of the run, as of which that is
         self._usd_per_hour: float | None = None  # of the session
 
     def bill(self) -> None:
-        """What the session took since the last row that says what was spent, at its price: it ends, or broke off there."""
-        seconds = self.totals.wall_seconds - self._spent_at
-        if self._usd_per_hour is not None and (self.spent_usd is not None or not self._spent_at):
+        """What the session took since the last row that says what was spent, at its price: it ends, or broke off there.
+        What had no price before counts at this one."""
+        seconds = self.totals.wall_seconds - self.spent_at
+        if self._usd_per_hour is not None and (self.spent_usd is not None or not self.spent_at):
             self.spent_usd = (self.spent_usd or 0.0) + max(0.0, seconds) / SECONDS_PER_HOUR * self._usd_per_hour
-            self._spent_at = self.totals.wall_seconds
+            self.spent_at = self.totals.wall_seconds
 
     def add(self, row: Mapping[str, Any]) -> None:
         """A row that is readable (:func:`is_readable`); null is as absent."""
@@ -412,8 +439,9 @@ class _RowTotals:
                     known |= {name: value} if (value := row.get(f"earlier_{name}")) is not None else {}
                 if 0 < known.get("num_steps", 0) <= known.get("num_uncounted_steps", 0):
                     known |= dict.fromkeys(TOKEN_FIELDS, 0)  # nothing was counted, and these sums are of what is
-                self.totals = dataclasses.replace(self.totals, **known)
-                self._spent_at = self.totals.wall_seconds
+                recorded, self.totals = self.totals.wall_seconds, dataclasses.replace(self.totals, **known)
+                if abs(self.totals.wall_seconds - recorded) > _ROUNDED_SECONDS:  # the rest stands in a record elsewhere
+                    self.spent_at = self.totals.wall_seconds
             self._usd_per_hour = row.get("usd_per_hour")
             self.totals = self.totals.plus(startup_seconds=row.get("startup_seconds", 0.0))
         elif kind == Step.TYPE:
@@ -429,11 +457,11 @@ class _RowTotals:
             ).plus_tokens(TokenCounts(**tokens), num_steps=count)
             if "spent_usd" in row:
                 self.spent_usd = row["spent_usd"]
-                self._spent_at = row.get("elapsed_seconds", self.totals.wall_seconds)
+                self.spent_at = row.get("elapsed_seconds", self.totals.wall_seconds)
         elif kind == Pause.TYPE:
             self.totals = self.totals.plus(**{f"{row['kind']}_seconds": row["seconds"]})
         elif kind == Summary.TYPE and "spent_usd" in row:
-            self.spent_usd, self._spent_at = row["spent_usd"], self.totals.wall_seconds
+            self.spent_usd, self.spent_at = row["spent_usd"], self.totals.wall_seconds
 
 
 def find_record(path: Path) -> Path:

@@ -126,8 +126,7 @@ def open_session(
         flops=flops,
         peak_flops_per_second=peak_flops_per_second,
         spending=Spending(
-            usd_per_hour, earlier_seconds=earlier.wall_seconds if earlier is not None else None,
-            earlier_usd=identity.earlier_spent_usd,
+            usd_per_hour, earlier_seconds=identity.earlier_spent_seconds, earlier_usd=identity.earlier_spent_usd,
         ),
         budget=budget,
         unwatched=unwatched,

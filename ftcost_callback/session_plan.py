@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from costmodel.defaults import evaluates_at_the_end
+from costmodel.framework_defaults import evaluates_at_the_end
 from costmodel.specs import Price
+from ftcost_callback.live_model import parallel_size
 from ftcost_callback.projection import PausePlan, num_remaining_pauses
 from ftcost_callback.recorder import Pace, Totals
 from ftcost_callback.records import PauseKind
@@ -55,6 +56,7 @@ class Identity:
     resumed_from_step: int | None = None
     earlier: Totals | None = None
     earlier_spent_usd: float | None = None
+    earlier_spent_seconds: float | None = None  # of the run, that those dollars are for: later ones had no price
     earlier_energy_joules: float | None = None
     furthest_step: int = 0
     crossed_thresholds: tuple[str, ...] = ()
@@ -81,7 +83,8 @@ class Plan:
     """What the training will do. Strategies are transformers' names: "no" (or not known), "steps", "epoch"."""
 
     max_steps: int | None = None
-    steps_per_epoch: float | None = None
+    steps_per_epoch: int | None = None
+    epochs_per_step: float | None = None  # of a whole step: the last one of an epoch may be of fewer batches
     eval_strategy: str = "no"
     eval_steps: float | None = None
     eval_delay: float = 0.0  # in what eval_strategy counts
@@ -99,17 +102,14 @@ class Plan:
     is_data_parallel: bool = False  # torch's DataParallel: hooks would run in several threads
 
     @classmethod
-    def of(cls, args: Any, state: Any, *, tensor_parallel_size: int = 1) -> Plan:
-        """From a Trainer's arguments and state, at the start of a session."""
-        max_steps = state.max_steps if state.max_steps and state.max_steps > 0 else None
-        epochs = state.num_train_epochs  # a part of one counts as one
-        is_finite = bool(epochs) and 0 < epochs < 2**31  # data without a length is given sys.maxsize epochs
-        steps_per_epoch = max_steps / epochs if max_steps is not None and is_finite else None
-        if steps_per_epoch is not None and max_steps is not None and args.max_steps <= 0 and args.num_train_epochs >= 1:
-            steps_per_epoch = float(max_steps // args.num_train_epochs)  # max_steps is the two's product, rounded up
+    def of(cls, args: Any, state: Any, *, train_dataloader: Any = None, tensor_parallel_size: int = 1) -> Plan:
+        """From a Trainer's arguments, state and loader, at the start of a session."""
+        num_batches = _num_batches(train_dataloader, args)
+        accumulation = args.gradient_accumulation_steps
         return cls(
-            max_steps=max_steps,
-            steps_per_epoch=steps_per_epoch,
+            max_steps=state.max_steps if state.max_steps and state.max_steps > 0 else None,
+            steps_per_epoch=math.ceil(num_batches / accumulation) if num_batches else None,
+            epochs_per_step=min(1.0, accumulation / num_batches) if num_batches else None,
             eval_strategy=_strategy(args.eval_strategy),
             eval_steps=state.eval_steps,
             eval_delay=float(getattr(args, "eval_delay", None) or 0.0),
@@ -126,6 +126,16 @@ class Plan:
             tensor_parallel_size=tensor_parallel_size,
             is_data_parallel=args.n_gpu > 1,
         )
+
+    @property
+    def pauses_by_epoch(self) -> frozenset[PauseKind]:
+        """What comes when an epoch ends, which the Trainer says only then."""
+        strategies: tuple[tuple[PauseKind, str], ...] = (
+            ("log", self.logging_strategy),
+            ("eval", self.eval_strategy),
+            ("save", self.save_strategy),
+        )
+        return frozenset(kind for kind, strategy in strategies if strategy == "epoch")
 
     @property
     def devices_per_machine(self) -> int:
@@ -149,6 +159,7 @@ class Plan:
             steps_done=steps_done,
             max_steps=self.max_steps,
             steps_per_epoch=self.steps_per_epoch,
+            epochs_per_step=self.epochs_per_step,
             also_at_the_end=self.evaluates_at_the_end if kind == "eval" else kind == "save",
             delay=self.eval_delay if kind == "eval" else 0.0,
         )
@@ -170,6 +181,18 @@ class Plan:
             measured_seconds=tuple(measured_seconds),
             predicted_seconds=predicted_total_seconds / num_planned if predicted_total_seconds and num_planned else None,
         )
+
+
+def _num_batches(loader: Any, args: Any) -> int | None:
+    """Of an epoch, on one process; ``None`` for data without a length.
+
+    Source: transformers 5.24 ``Trainer.set_initial_training_values``, whose loader has one for each of the processes that
+    share a sequence.
+    """
+    try:
+        return len(loader) * parallel_size(None, args, "sp_size") or None
+    except (TypeError, AttributeError, NotImplementedError):
+        return None
 
 
 def _strategy(value: Any) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.errors import CostModelError, shown
-from costmodel.specs import OPTIMIZERS, GpuSpec
+from costmodel.specs import OPTIMIZERS, GpuSpec, is_fine_tuning_loss
 from ftcost_callback.dataset_lengths import dataset_lengths, num_documents
 from ftcost_callback.live_device import device_facts, versions
 from ftcost_callback.live_model import (
@@ -196,13 +196,14 @@ def _kernel_fields(model: Any, args: Any) -> dict[str, Any]:
             "flash_attention_3" if "flash-attn3" in attention else "flash_attention_2" if "flash-attn" in attention else ""
         )
     experts = getattr(config, "_experts_implementation", None) if has_routed_experts(model) else None
+    loss = getattr(args, "loss_type", None)
     return {
         "attn_implementation": attention or None,
         "experts_implementation": experts if experts in _EXPERTS else None,
         "torch_compile": bool(args.torch_compile),
         "use_liger_kernel": bool(getattr(args, "use_liger_kernel", False)),
         "activation_offloading": getattr(args, "activation_offloading", None),
-        "loss_type": getattr(args, "loss_type", None),
+        "loss_type": loss if is_fine_tuning_loss(loss) else None,
     }
 
 
@@ -236,6 +237,8 @@ def _name_by_class(optimizer: Any, asked: str) -> str:
         if family == "adamw" and not paged:
             return "adamw_bnb_8bit" if bits == 8 else "adamw_torch"
         return f"{paged}{family}_{bits}bit"
+    if home.startswith("torchao") and kind in {"AdamW8bit", "AdamW4bit"}:
+        return f"adamw_torch_{kind[-4:]}"
     if kind == "Adafactor":
         return "adafactor"
     # Made by the Trainer from its own name (apex, anyprecision), or brought by the user.

@@ -2,7 +2,8 @@
 
 Rows carry ``train/global_step`` and go through ``run.log`` without ``step=``. A row that is closed moves W&B's own step on
 by one, and W&B drops what somebody then logs with a lower ``step=``. So ours goes into the row that is open, where the
-Trainer closes that one in a moment, and is closed by us only while W&B's step stays at or below the training's. Only
+Trainer closes that one in a moment, and is closed by us only while W&B's step stays at or below the training's, or where
+nobody has ever logged with ``step=`` and the next of ours would take its place. Only
 scalars, histograms, config, summary and alerts are sent: they are queued; tables and artifacts wait for the server.
 """
 
@@ -106,7 +107,7 @@ class WandbSink:
         step = run.step
         left_at, left_keys = self._left_open
         if left_at == step and not left_keys.isdisjoint(row):  # nobody has closed it since
-            if step < global_step:
+            if step < global_step or not _is_steered(run):
                 run.log({}, commit=True)
                 step += 1
             else:
@@ -182,7 +183,8 @@ class WandbSink:
         run = self._find_run()
         if run is None:
             return
-        if self._left_open[0] >= 0 and self._left_open[0] == run.step < summary.global_step:
+        is_open = self._left_open[0] >= 0 and self._left_open[0] == run.step
+        if is_open and (self._left_open[0] < summary.global_step or not _is_steered(run)):
             run.log({}, commit=True)
         self._left_open = (-1, frozenset())
         run.summary.update(summary_values(summary))
@@ -230,6 +232,14 @@ class WandbSink:
             else "it is not installed (pip install 'ftcost[wandb]')"
         )
         _log.info("ftcost: nothing goes to Weights & Biases: %s", reason)
+
+
+def _is_steered(run: Any) -> bool:
+    """Whether somebody has logged with ``step=``, and could lose a row where W&B's own step is moved on."""
+    try:
+        return bool(run._telemetry_obj.feature.set_step_log)  # wandb 0.31 notes it with the first such row
+    except AttributeError:
+        return True
 
 
 def _utc_now() -> datetime:

@@ -234,6 +234,34 @@ def test_totals_survive_another_machine(tmp_path: Path) -> None:
     assert record.summary.spent_usd == pytest.approx((before.spent_usd or 0.0) + this_session * 7.2 / 3600)
 
 
+@pytest.mark.parametrize("with_record", [True, False])
+def test_a_session_without_a_price_counts_at_the_next_one(with_record: bool, tmp_path: Path) -> None:
+    """Three machines that share the record, or hand on the checkpoint alone; the second was given no price."""
+    wall_seconds = []
+    for number, price in enumerate((3.6, None, 7.2), start=1):
+        folder = tmp_path if with_record else tmp_path / str(number)
+        if not with_record and number > 1:
+            name = f"checkpoint-{2 * number - 2}"
+            shutil.copytree(tmp_path / str(number - 1) / name, folder / name)
+        trainer = tiny_trainer(
+            folder, [callback(usd_per_gpu_hour=price)], max_steps=2 * number, save_strategy="steps", save_steps=2
+        )
+        trainer.train(resume_from_checkpoint=number > 1)
+        record = read_run(folder)
+        assert record.summary is not None
+        wall_seconds.append(record.summary.wall_seconds)
+        assert (record.summary.spent_usd is None) == (price is None)
+    first = wall_seconds[0]
+    if not with_record:  # a ledger ends at its checkpoint
+        ledger = read_ledger(tmp_path / "1" / "checkpoint-2")
+        assert ledger is not None
+        first = ledger.totals.wall_seconds
+    expected = first * 3.6 / 3600 + (wall_seconds[2] - first) * 7.2 / 3600
+    assert record.summary is not None
+    assert record.summary.spent_usd == pytest.approx(expected)
+    assert record.spent_usd == pytest.approx(expected)
+
+
 def test_a_checkpoint_without_our_ledger_resumes_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny_trainer(tmp_path, [], save_strategy="steps", save_steps=2, max_steps=2).train()
     sink = InMemorySink()
@@ -283,6 +311,72 @@ def test_a_resume_over_the_budget_says_so_before_its_first_step(tmp_path: Path) 
     stopped = [row.global_step for row in record.budgets if row.action == "stopped"]
     assert stopped == [first, first]  # the second before the step that the Trainer does in any case
     assert again.state.global_step == first + 1
+
+
+class BreakingOff(TrainerCallback):
+    """Spends ten seconds in one event, and leaves it by an exception."""
+
+    def __init__(self, event: str, clock: FakeClock) -> None:
+        def breaks_off(*arguments: Any, **named: Any) -> None:
+            clock.pass_seconds(10.0)
+            raise BrokenOffError
+
+        setattr(self, event, breaks_off)
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "fields"),
+    [
+        ("on_step_begin", "other", {}),
+        ("on_log", "log", {}),
+        ("on_evaluate", "eval", {"eval_strategy": "steps", "eval_steps": 2}),
+        ("on_evaluate", "other", {"eval_on_start": True}),
+        ("on_evaluate", "eval", {"eval_strategy": "epoch"}),
+        ("on_save", "save", {"save_strategy": "steps", "save_steps": 2}),
+        ("on_train_end", "other", {}),
+    ],
+)
+def test_the_record_bills_what_a_training_that_breaks_off_was_doing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, event: str, kind: str, fields: dict[str, Any]
+) -> None:
+    clock = FakeClock()
+    measuring = callback(usd_per_gpu_hour=3600.0, billing_started_at=1000.0)
+    measuring._clock, measuring._wall_clock = clock, lambda: 1000.0
+    trainer = tiny_trainer(
+        tmp_path, [BreakingOff(event, clock), measuring], **{"logging_steps": 2, "eval_dataset": TokenRows(), **fields}
+    )
+    with pytest.raises(BrokenOffError):
+        trainer.train()
+    record = read_run(tmp_path)
+    assert [(pause.kind, pause.seconds) for pause in record.pauses if pause.seconds] == [(kind, 10.0)]
+    assert record.spent_usd == pytest.approx(10.0)
+    (said,) = [entry.message for entry in caplog.records if "training ended with" in entry.message]
+    assert "BrokenOffError" in said
+    assert "$10.00" in said
+
+
+def test_an_evaluation_that_fails_and_is_survived_does_not_end_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+    trainer = tiny_trainer(tmp_path, [callback()], eval_dataset=TokenRows(), **fields)
+    evaluate, at_steps = trainer._evaluate, []
+
+    def surviving(*arguments: Any, **named: Any) -> Any:
+        at_steps.append(trainer.state.global_step)
+        with contextlib.suppress(BrokenOffError):
+            if trainer.state.global_step:
+                break_off()
+            return evaluate(*arguments, **named)
+
+    trainer._evaluate = surviving
+    trainer.train()
+    record = read_run(tmp_path)
+    assert at_steps == [0, 2, 4, 4]  # what was asked for is still to be done when the epoch ends
+    assert record.summary is not None
+    assert record.summary.status == "finished"
+    assert not [entry for entry in caplog.records if "training ended with" in entry.message]
+    assert trainer._evaluate is surviving
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
@@ -642,3 +736,21 @@ def test_a_callback_can_be_pickled_and_copied_while_it_trains(tmp_path: Path) ->
         tiny_trainer(tmp_path / str(place), [each]).train()
         assert len(read_run(tmp_path / str(place)).steps) == 4
     assert len(read_run(tmp_path / "first").steps) == 4
+
+
+def test_what_evaluations_took_before_a_resume_is_what_the_next_ones_are_taken_to_take(tmp_path: Path) -> None:
+    evaluating: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "eval_dataset": TokenRows(),
+    }  # fmt: skip
+    save_run(tmp_path, **evaluating)
+    path = tmp_path / "checkpoint-4" / "ftcost_ledger.json"
+    ledger = json.loads(path.read_text())
+    known = ledger["pace"]["pause_seconds"]["eval"]
+    assert known == [pause.seconds for pause in read_run(tmp_path).pauses if pause.kind == "eval"]
+    ledger["pace"]["pause_seconds"]["eval"] = [1000.0, 1000.0]
+    path.write_text(json.dumps(ledger))
+    tiny_trainer(tmp_path, [callback()], max_steps=8, **evaluating).train(resume_from_checkpoint=True)
+    projected = {step.global_step: step.projected_total_seconds for step in read_run(tmp_path).steps}
+    assert projected[6] == pytest.approx(2000, abs=200)  # the one that follows, and that at step 8
+    assert projected[7] is not None
+    assert projected[7] < 200  # this session's own evaluation took no time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -371,6 +372,23 @@ def test_memory_that_ran_out_is_explained(tmp_path: Path, fake_clock: FakeClock)
     with pytest.raises(torch.OutOfMemoryError), loop.monitor:
         loop.train(each_step=run_out)
     assert [row.global_step for row in read_run(tmp_path).out_of_memory] == [7]
+
+
+def test_memory_that_ran_out_in_a_pause_is_the_pauses(tmp_path: Path, fake_clock: FakeClock) -> None:
+    loop = Loop(fake_clock, tmp_path, num_epochs=1)
+    ran_out = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def pauses() -> None:
+        with contextlib.suppress(ValueError), loop.monitor.pause("eval"):
+            raise ValueError  # which the loop survives
+        if loop.monitor.global_step == 2:
+            with loop.monitor.pause("save"):
+                raise ran_out
+
+    with pytest.raises(torch.OutOfMemoryError), loop.monitor:
+        loop.train(each_step=pauses)
+    (row,) = read_run(tmp_path).out_of_memory
+    assert row.verdict.startswith("out of memory while saving after step 2: 2.0 GiB were asked for")
 
 
 def test_experts_and_labels_of_a_model_that_is_not_given_them(tmp_path: Path, fake_clock: FakeClock) -> None:

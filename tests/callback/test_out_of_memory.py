@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TickingClock, num_hooks, tiny_llama, tiny_trainer
+from tiny_runs import TickingClock, TokenRows, num_hooks, tiny_llama, tiny_trainer
 
 from ftcost_callback import FTCostCallback
 from ftcost_callback.out_of_memory import Failure, explained, is_out_of_memory, parsed_message
@@ -131,6 +131,33 @@ def test_the_error_passes_through_unchanged_and_the_record_explains_it(
     assert row.capacity_bytes == 480 * 2**20
     assert sum("out of memory at step 3" in message for message in caplog.messages) == 1
     assert num_hooks(model) == 2  # until the next training, or the end of the process
+
+
+@pytest.mark.parametrize("where", ["in a forward", "in the loop", "in a save", "in a step's evaluation"])
+def test_memory_that_ran_out_in_no_step_is_not_held_against_one(tmp_path: Path, where: str) -> None:
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = tiny_llama()
+    fields: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": TokenRows()}
+    fields |= {"save_strategy": "steps", "save_steps": 2} if where == "in a save" else {}
+    trainer = tiny_trainer(tmp_path, [FTCostCallback(sinks=[], gpu=SMALL_GPU)], model=model, **fields)
+    if where == "in a forward":
+        model.lm_head.register_forward_pre_hook(lambda module, args: None if module.training else fails())
+    elif where == "in the loop":
+        trainer.prediction_step = fails
+    elif where == "in a save":
+        trainer._save_optimizer_and_scheduler = fails
+    else:
+        trainer.prediction_step, compute_loss = fails, trainer.compute_loss
+        trainer.compute_loss = lambda *a, **k: trainer.evaluate() if trainer.state.global_step else compute_loss(*a, **k)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        trainer.train()
+    (row,) = read_run(tmp_path).out_of_memory
+    what, steps = ("saving", 2) if where == "in a save" else ("evaluating", 1 if "step" in where else 2)
+    assert row.verdict.startswith(f"out of memory while {what} after step {steps}: 2.0 GiB were asked for; ")
+    assert "save_only_model" in row.verdict if what == "saving" else "per_device_eval_batch_size" in row.verdict
+    assert (row.batch_size, row.would_fit, row.predicted_peak_device_bytes) == (None, None, None)
 
 
 def test_a_retry_with_a_smaller_batch_is_in_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from costmodel import CostModelError
 from costmodel.cli import run
+from costmodel.operators import LAYER_OPERATORS, MODEL_OPERATORS
 from costmodel.specs import parse_gpu
-from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS
 from ftcost_callback import FTCostCallback
 from ftcost_callback.cli import app
 from ftcost_callback.probe import _half_size, _quiet, probe, probe_cpu

@@ -113,7 +113,7 @@ def known_now(
         processor_wait_fraction=waited,
         pauses=tuple(
             PLAN.pause_plan(
-                kind, steps_done=step, is_pending=kind in to_come, measured_seconds=recorder.pause_seconds(kind),
+                kind, steps_done=step, is_pending=kind in to_come, measured_seconds=recorder.pause_seconds.get(kind, ()),
                 predicted_total_seconds=None,
             )
             for kind in KINDS

@@ -207,7 +207,7 @@ def test_two_evaluation_sets_at_one_step_are_one_pause_of_the_plan(fake_clock: F
     for global_step, seconds in ((10, 2.0), (10, 3.0), (20, 6.0)):
         fake_clock.pass_seconds(seconds)
         recorder.pause("eval", global_step=global_step)
-    assert recorder.pause_seconds("eval") == (5.0, 6.0)
+    assert recorder.pause_seconds["eval"] == (5.0, 6.0)
 
 
 def test_a_step_end_told_late_moves_time_from_the_pause_to_the_step(fake_clock: FakeClock) -> None:
@@ -253,7 +253,7 @@ def test_buckets_sum_to_the_wall_time(startup: int, moments: list[Moment], tail:
 
 
 def _retained_bytes(recorder: StepRecorder) -> int:
-    kept = [recorder.recent_step_seconds, recorder.recent_num_tokens, recorder.pause_seconds("log")]
+    kept = [recorder.recent_step_seconds, recorder.recent_num_tokens, recorder.pause_seconds["log"]]
     return sum(sys.getsizeof(each) for each in kept)
 
 

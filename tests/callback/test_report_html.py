@@ -443,6 +443,56 @@ def test_what_a_killed_run_took_after_its_last_row_is_billed_at_the_last_price(t
     assert [each.usd for each in run.sessions] == [pytest.approx(0.006), pytest.approx(0.056)]
 
 
+def test_a_run_that_was_killed_before_its_first_step_has_cost_its_start(tmp_path: Path) -> None:
+    session = {"type": "session", "run_id": "r", "session_index": 0, "startup_seconds": 1800.0, "usd_per_hour": 2.0}
+    row = summary_row(write_rows(tmp_path / "run.jsonl", [session | {"price": {"usd_per_gpu_hour": 2.0}}]))
+    assert (row["wall_seconds"], row["spent_usd"]) == (1800.0, pytest.approx(1.0))
+
+
+def without_price(rows: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    """As a session of that index writes them that was given no price."""
+    return [
+        {name: value for name, value in row.items() if name not in ("price", "usd_per_hour", "spent_usd")}
+        if row.get("session_index") == index or row["type"] == "summary"
+        else row
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_a_run_cost_is_not_known_where_its_last_session_has_no_price(is_killed: bool, tmp_path: Path) -> None:
+    rows = without_price(two_prices(), 1)
+    row = summary_row(write_rows(tmp_path / "run.jsonl", rows[:-1] if is_killed else rows))
+    assert "spent_usd" not in row
+    assert row["sessions"] == [
+        {"seconds": 6.0, "usd_per_gpu_hour": 3.6, "spent_usd": pytest.approx(0.006)},
+        {"seconds": 18.0},
+    ]
+    assert "the last session has no price: what the run cost is not known" in summary_text(row)
+
+
+def test_what_had_no_price_counts_at_the_next_one(tmp_path: Path) -> None:
+    """Three sessions of 6, 18 and 10 seconds, of which the last was killed before its first step."""
+    earlier = {"train_seconds": 12.0, "startup_seconds": 12.0}
+    third = {"type": "session", "run_id": "r", "session_index": 2, "startup_seconds": 10.0, "earlier_seconds": earlier}
+    third |= {"usd_per_hour": 14.4, "price": {"usd_per_gpu_hour": 14.4}}
+    file = write_rows(tmp_path / "run.jsonl", [*without_price(two_prices(), 1)[:-1], third])
+    row = summary_row(file)
+    assert row["spent_usd"] == pytest.approx(0.006 + (18.0 + 10.0) * 14.4 / 3600)
+    assert [each["spent_usd"] for each in row["sessions"]] == [pytest.approx(each) for each in (0.006, 0.072, 0.04)]
+    assert "projected_usd" not in row  # the last session has projected nothing
+
+
+def test_a_killed_run_from_another_machine_has_all_that_came_before(tmp_path: Path) -> None:
+    session, *steps = [row for row in two_prices() if row.get("session_index") == 1]
+    session |= {"earlier_data_wait_seconds": 0.5, "earlier_wasted_seconds": 0.25, "earlier_tokens": {"num_tokens": 40}}
+    row = summary_row(write_rows(tmp_path / "run.jsonl", [session, *(step | {"num_tokens": 10} for step in steps)]))
+    assert (row["data_wait_seconds"], row["wasted_seconds"], row["num_tokens"]) == (0.5, 0.25, 120)
+    assert row["wall_seconds"] == sum(each["seconds"] for each in row["sessions"]) == 24.0
+    assert row["spent_usd"] == pytest.approx(0.042)
+    assert row["is_one_rate"] is False  # though one price alone stands in this record
+
+
 def test_a_run_at_two_prices_is_held_against_its_last_plan_in_time_alone(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "run.jsonl", two_prices())
     row = summary_row(file)
@@ -570,6 +620,29 @@ def test_absent_data_is_said_and_never_drawn(tmp_path: Path, rows: Any) -> None:
     assert "$" not in shown
     assert not {"nan", "none", "inf", "null"} & set(shown.lower().replace("none in the record", "").split())
     assert not {"r0-experts", "r0-use", "r0-power"} & set(figures_of(page))
+
+
+def test_a_prediction_of_tokens_alone_says_why_nothing_else_is_predicted(tmp_path: Path) -> None:
+    """As on a CPU: the record holds a prediction, without a time, dollars or memory. The price changed at the resume."""
+    reason = "trained on a CPU: neither its memory nor its time is predicted"
+    rows: list[dict[str, Any]] = []
+    for index, price in enumerate((2.0, 1.2)):
+        rows.append({"type": "session", "run_id": "r", "session_index": index, "schema_version": 1, "notes": [reason]})
+        rows[-1] |= {
+            "price": {"usd_per_gpu_hour": price, "usd_per_hour": price},
+            "max_steps": 4,
+            "resumed_from_step": index * 2,
+        }
+        rows.append({"type": "prediction", "basis": "before", "global_step": index * 2, "num_tokens_per_step": 100})
+        for step in (1, 2):
+            rows.append({"type": "step", "session_index": index, "global_step": index * 2 + step, "step_seconds": 2.0})
+    rows.append({"type": "summary", "num_sessions": 2, "spent_usd": 0.01, "wall_seconds": 8.0, "status": "finished"})
+    page = text_of(render_report([read_series(write_rows(tmp_path / "run.jsonl", rows))]))
+    assert "Total, measured over predicted no prediction" in page
+    assert "Predicted and measured Neither time nor memory was predicted: the notes below say why." in page
+    assert page.count(reason) == 1
+    assert "at the last price" not in page
+    assert "not known yet" not in page
 
 
 def test_rates_of_a_resumed_run_are_of_the_same_steps(tmp_path: Path) -> None:

@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_runs import FakeClock
+
 from costmodel.errors import CostModelError
+from ftcost_callback.boundary import Boundary
+from ftcost_callback.record_writer import RecordWriter
 from ftcost_callback.recorder import Pace, PhaseSeconds, StepAggregate, Totals
 from ftcost_callback.records import ExpertLoad, Pause, Prediction, Session, Step
 from ftcost_callback.run_file import (
@@ -136,6 +144,29 @@ def test_a_foreign_file_is_refused_with_the_way_out(tmp_path: Path, content: str
     path.write_text(content, encoding="latin-1")
     with pytest.raises(CostModelError, match=r"is no ftcost run record.*give the output_dir"):
         read_run(path)
+
+
+def test_two_processes_at_once_write_two_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows do not say of which run they are; it is told by their order."""
+    other = "import sys; from ftcost_callback.run_file import RunFile; RunFile(sys.argv[1]); print(flush=True); input()"
+    path = run_file_path(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", other, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has the file
+        writer = RecordWriter(Boundary(), FakeClock())
+        writer.open(tmp_path)
+        writer.write(session(run_id="second"))
+        writer.close()
+        process.communicate("\n", timeout=60)
+    assert "another training writes to" in caplog.text
+    assert path.read_bytes() == b""
+    assert read_run(path.with_name("run.2.jsonl")).run_id == "second"
+    writer.open(tmp_path)  # the other has ended
+    assert writer.file is not None
+    assert writer.file.path == path
+    writer.close()
 
 
 def test_a_missing_record_is_refused_with_the_way_out(tmp_path: Path) -> None:

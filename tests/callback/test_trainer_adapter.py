@@ -61,6 +61,30 @@ def arguments(tmp_path: Path, **changes: Any) -> Any:
     return transformers.TrainingArguments(**fields | changes)
 
 
+def sft_trainer(tmp_path: Path, rows: Any, *, eval_rows: Any = None, peft_config: Any = None, **changes: Any) -> Any:
+    """TRL's trainer of a tiny model, with one row a batch."""
+    trl = pytest.importorskip("trl")
+    fields: dict[str, Any] = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 1,
+        "packing": True,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "num_train_epochs": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return trl.SFTTrainer(
+        model=llama(),
+        args=trl.SFTConfig(**fields | changes),
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -220,35 +244,16 @@ def test_checkpointing_and_batch_are_those_of_the_running_training(tmp_path: Pat
 
 
 def test_an_sft_trainer_with_packing_and_lora(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
     rows = datasets.Dataset.from_list(
         [
             {"prompt": "w1 w2 w3", "completion": " " + " ".join(f"w{index}" for index in range(length))}
             for length in range(4, 34)
         ]
     )
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=1,
-        max_length=64,
-        packing=True,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        num_train_epochs=1,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = trl.SFTTrainer(
-        model=llama(),
-        args=args,
-        train_dataset=rows,
-        processing_class=tokenizer(),
-        peft_config=peft.LoraConfig(r=8, target_modules="all-linear"),
-    )
+    trainer = sft_trainer(tmp_path, rows, max_length=64, peft_config=peft.LoraConfig(r=8, target_modules="all-linear"))
     job = job_from_objects(
         model=trainer.model,
-        args=args,
+        args=trainer.args,
         state=trainer.state,
         train_dataset=trainer.train_dataset,
         data_collator=trainer.data_collator,
@@ -273,33 +278,16 @@ def test_an_sft_trainer_with_packing_and_lora(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [range(20, 21), range(4, 60)], ids=["one-length", "mixed"])
 def test_the_packed_rows_of_a_trainer_are_predicted(tokens: range, strategy: str, tmp_path: Path) -> None:
     """Samples of 20 tokens fill rows of 50 to 40, not to the brim; rows that are cut anywhere are full."""
-    trl = pytest.importorskip("trl")
     source = random.Random(1)
     rows = datasets.Dataset.from_dict({"input_ids": [[5] * source.choice(tokens) for _ in range(100)]})
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=1,
-        per_device_eval_batch_size=1,
-        eval_strategy="epoch",
-        max_length=50,
-        packing=True,
-        packing_strategy=strategy,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        num_train_epochs=1,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = trl.SFTTrainer(
-        model=llama(), args=args, train_dataset=rows, eval_dataset={"a": rows}, processing_class=tokenizer()
-    )
+    evaluation = {"eval_strategy": "epoch", "per_device_eval_batch_size": 1}
+    trainer = sft_trainer(tmp_path, rows, eval_rows={"a": rows}, max_length=50, packing_strategy=strategy, **evaluation)
     packed = [len(row) for row in trainer.train_dataset["input_ids"]]
     answer = estimate_trainer(trainer, gpu="NVIDIA A40")
     assert answer.num_steps == pytest.approx(len(packed), rel=0.02)
     assert answer.num_tokens_per_step == pytest.approx(sum(packed) / len(packed), rel=0.02)
     job = job_from_objects(
-        model=trainer.model, args=args, train_dataset=trainer.train_dataset, eval_dataset=trainer.eval_dataset
+        model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset, eval_dataset=trainer.eval_dataset
     )
     assert job["num_eval_samples"] == job["num_samples"] == (100 if strategy == "bfd" else len(packed))
 
@@ -330,6 +318,22 @@ def test_what_is_not_modelled_is_refused(tmp_path: Path) -> None:
         job_from_objects(model=llama(), args=args, optimizer=torch.optim.Adamax([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(CostModelError, match="Linear has no Hugging Face config"):
         job_from_objects(model=nn.Linear(2, 2), args=args)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("AdamW8bit", "adamw_torch_8bit"), ("AdamW4bit", "adamw_torch_4bit")])
+def test_torchaos_optimizers_by_their_class(kind: str, name: str, tmp_path: Path) -> None:
+    """As a user brings them: the arguments then name another one. torchao itself is not installed here."""
+    optimizer = type(kind, (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})([nn.Parameter(torch.zeros(1))])
+    args = arguments(tmp_path, optim="adamw_torch_fused")
+    assert job_from_objects(model=llama(), args=args, optimizer=optimizer, gpu="L4")["optim"] == name
+
+
+def test_a_loss_of_ones_own_is_no_training_of_another_kind(tmp_path: Path) -> None:
+    """Arguments of a user's own class may have a loss_type of any name; the job knows those of fine-tuning."""
+    args = arguments(tmp_path)
+    for loss, told in (("focal", None), ("dft", "dft"), (["sigmoid"], None)):
+        args.loss_type = loss
+        assert job_from_objects(model=llama(), args=args, gpu="L4").get("loss_type") == told
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_an_evaluation_in_a_users_callback_is_no_training_time(tmp_path: Path, n
     trainer = tiny_trainer(tmp_path, [user, ours] if comes_first else [ours, user], max_steps=6)
     loop, trainer.evaluation_loop = trainer.evaluation_loop, slow
     trainer.train()
-    assert not {"evaluate", "predict", "_run_epoch"} & vars(trainer).keys()
+    assert not {"evaluate", "predict", "_run_epoch", "_finalize_training", "_evaluate"} & vars(trainer).keys()
     record = read_run(tmp_path)
     assert record.summary is not None
     assert record.summary.eval_seconds == pytest.approx(EVALUATION_SECONDS, abs=1.0)
@@ -149,15 +149,14 @@ def test_an_exported_mixture_of_experts_holds_no_operator_of_ours(tmp_path: Path
     assert {load.status for load in read_run(tmp_path).expert_loads} == {"recorded"}
 
 
+@pytest.mark.parametrize("comes_first", [False, True])
 @pytest.mark.parametrize("event", ["on_step_end", "on_step_begin", "on_pre_optimizer_step"])
-def test_a_callback_that_is_removed_leaves_nothing_behind(tmp_path: Path, event: str) -> None:
-    ours = measuring()
-    trainer = tiny_trainer(
-        tmp_path, [doing(event, lambda state: trainer.remove_callback(FTCostCallback), at=3), ours], max_steps=6
-    )
+def test_a_callback_that_is_removed_leaves_nothing_behind(tmp_path: Path, event: str, comes_first: bool) -> None:
+    callbacks = [measuring(), doing(event, lambda state: trainer.remove_callback(FTCostCallback), at=3)]
+    trainer = tiny_trainer(tmp_path, callbacks if comes_first else callbacks[::-1], max_steps=6)
     trainer.train()
     assert num_hooks(trainer.model) == 0
-    assert not {"evaluate", "predict", "_run_epoch"} & vars(trainer).keys()
+    assert not {"evaluate", "predict", "_run_epoch", "_finalize_training", "_evaluate"} & vars(trainer).keys()
     record = read_run(tmp_path)
     assert record.summary is not None
     assert record.summary.status == "stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from datetime import datetime, timezone
@@ -293,6 +294,26 @@ def test_an_alert_is_given_only_to_a_server_that_answers(
 def test_nobody_listens_there() -> None:
     assert server_answers("http://127.0.0.1:9") is False
     assert server_answers("nonsense") is False
+
+
+def test_where_wandbs_step_is_ahead_and_nobody_steers_it_every_row_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of somebody's own before the training, then two trainings in one W&B run."""
+    run = wandb.init(project="ftcost-test")
+    for number in range(5):
+        run.log({"user": number})
+    with caplog.at_level(logging.WARNING, logger="ftcost_callback"):
+        for _ in range(2):
+            sink = WandbSink()
+            sink.open(SESSION, None)
+            for step in (1, 2, 3):
+                sink.log(Window(global_step=step, mfu=step / 10), {})
+            sink.close(dataclasses.replace(SUMMARY, global_step=3))
+    wandb.finish()
+    rows = [(row["train/global_step"], row["ftcost/speed/mfu"]) for row in history(tmp_path) if "user" not in row]
+    assert rows == [(1, 0.1), (2, 0.2), (3, 0.3)] * 2
+    assert not [message for message in caplog.messages if message.startswith("ftcost")]
 
 
 def test_a_row_is_closed_only_while_wandbs_step_is_behind_the_trainings(

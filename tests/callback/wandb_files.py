@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,23 @@ def records_by_run(directory: Path) -> list[list[dict[str, Any]]]:
 
     The client names a run's folder by the second it began in and then by chance, so the order is the one its record states.
     """
+    _wait_until_written()
     return sorted(map(_records_of_file, directory.glob("wandb/*run-*/run-*.wandb")), key=_start_time)
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
     """Every record of the runs below ``directory``, in the order the runs began."""
     return list(itertools.chain.from_iterable(records_by_run(directory)))
+
+
+def _wait_until_written() -> None:
+    """``wandb.finish()`` asks the client's own process to write the file to its end, and does not wait for it.
+
+    Source: wandb 0.31 ``ServiceConnection.inform_finish``, which has no answer; ``teardown`` waits for the process.
+    """
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is None:
+        wandb.teardown()
 
 
 def _records_of_file(run_file: Path) -> list[dict[str, Any]]:

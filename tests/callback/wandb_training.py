@@ -1,8 +1,8 @@
 """A training with W&B online, in a process of its own: what the failure tests start and look at.
 
-``python wandb_training.py FOLDER STEPS [EVENT=STEP ...] [unguarded]``: EVENT is printed when STEP has ended, and the
-training goes on when a line comes back on stdin. At the end one JSON line: whether ``train()`` returned, and how long
-``finish()`` took.
+``python wandb_training.py FOLDER STEPS [EVENT=STEP ...] [unguarded]``: EVENT is printed when STEP has ended (0: before the
+first), and the training goes on when a line comes back on stdin. At the end one JSON line: whether ``train()`` returned,
+and how long ``finish()`` took.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ def main(folder: Path, num_steps: int, events: dict[int, str], *, is_guarded: bo
     from ftcost_callback import FTCostCallback
 
     class Events(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.on_step_end(args, state, control)
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step in events:
                 print(events[state.global_step], flush=True)
