@@ -47,6 +47,8 @@ _OPTIMIZER_FAMILIES: Final = (
         "adamw_bnb_8bit",
         "adamw_8bit",
         "paged_adamw_8bit",
+        "adamw_torch_8bit",
+        "adamw_torch_4bit",
     ),
     ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit"),
 )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.capacity import Fit
 from costmodel.cost import RunTime, dollars
-from costmodel.defaults import LATEST, ResolvedJob, defaults_source
+from costmodel.defaults import ResolvedJob, defaults_source
 from costmodel.described_job import DescribedJob
 from costmodel.device_rates import peak_flops_per_second
 from costmodel.formats import format_gib, format_seconds, format_usd
+from costmodel.framework_defaults import READ_VERSIONS
 from costmodel.memory import MemoryBreakdown
 from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Price
 from costmodel.step_time import StepTime
@@ -273,7 +274,7 @@ def _resolved_mapping(parsed: Job, job: ResolvedJob, gpu: GpuSpec | None) -> dic
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter_dtype"):
         if not job.is_peft:
             filled.pop(name, None)
-    if parsed.framework_version is None and job.framework not in LATEST:
+    if parsed.framework_version is None and job.framework not in READ_VERSIONS:
         filled.pop("framework_version")  # transformers' own, not this framework's
     filled["bf16"] = job.autocast_dtype == "bfloat16"
     filled["fp16"] = job.autocast_dtype == "float16"

@@ -14,6 +14,7 @@ from costmodel.answer import Estimate
 from costmodel.arguments import as_names, must_be
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import PRICE_VARIABLE, estimate
+from costmodel.formats import format_seconds, format_usd
 from costmodel.gpu_catalog import find_gpu
 from costmodel.price_catalog import TIERS, bill_usd_per_hour, find_cloud, find_price, list_prices, stale_price_warning
 from costmodel.specs import GpuSpec, Job, Price
@@ -58,6 +59,17 @@ class Candidate:
         if self.spot is not None:
             return self.spot.expected_seconds
         return self.estimate.total_seconds if self.estimate else None
+
+    def __repr__(self) -> str:
+        """In a line, for a notebook; ``to_dict`` and ``estimate`` hold the rest."""
+        where = f" at {self.price.cloud} {self.price.tier}".rstrip() if self.price else ""
+        facts = [self.estimate.verdict.replace("_", " ") if self.estimate and self.estimate.verdict else self.error]
+        if self.total_seconds is not None:
+            facts.append(format_seconds(self.total_seconds))
+        if self.total_usd is not None:
+            facts.append(format_usd(self.total_usd))
+        settings = f", with {dict(self.settings)}" if self.settings else ""
+        return f"<Candidate {self.num_gpus} x {self.gpu}{where}: {', '.join(filter(None, facts))}{settings}>"
 
     @property
     def bill_usd_per_hour(self) -> float | None:

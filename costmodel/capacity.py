@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from costmodel.defaults import ResolvedJob
 from costmodel.described_job import DescribedJob
-from costmodel.lengths import LengthDistribution, longest_batch, longest_sequence, row_multiple
+from costmodel.framework_defaults import offloads_activations, own_defaults
+from costmodel.length_distribution import LengthDistribution
+from costmodel.lengths import longest_batch, longest_sequence, row_multiple
 from costmodel.memory import MemoryBreakdown, peak_device_bytes
 from costmodel.model_spec import ModelSpec
 from costmodel.workload import Batch
@@ -163,6 +165,29 @@ class Fit:
     max_length_tokens: int
 
 
+def _accumulated_at(described: DescribedJob, batch_size: int) -> int:
+    """Accumulation steps of the job at another micro-batch: litgpt's own follow it, where the job gives none."""
+    job = described.job
+    if "gradient_accumulation_steps" not in described.assumed or not batch_size:
+        return job.gradient_accumulation_steps
+    own = own_defaults(job.framework, is_peft=job.is_peft, lora_r=job.lora_r, num_gpus=job.num_gpus, batch_size=batch_size)
+    return int(own.get("gradient_accumulation_steps", job.gradient_accumulation_steps))
+
+
+def _offloads_at(described: DescribedJob, max_length: int) -> bool:
+    """Whether the job offloads activations at another ``max_length``: Unsloth does at long ones, if the job says nothing."""
+    job = described.job
+    if described.parsed.activation_offloading is not None or not max_length:
+        return job.activation_offloading
+    return offloads_activations(job.framework, gradient_checkpointing=job.gradient_checkpointing, max_length=max_length)
+
+
+def _stay_as_long(job: ResolvedJob, lengths: LengthDistribution | None) -> bool:
+    """Whether longer rows would hold more documents, not longer ones: where none is cut, or the shortest one decides."""
+    is_whole = lengths is not None and not lengths.share_cut
+    return job.packing and job.padding_free and (is_whole or job.attends_across_documents)
+
+
 def fit_of(described: DescribedJob, memory: MemoryBreakdown) -> Fit | None:
     """``None`` where no gpu is given."""
     model, job, gpu, lengths = described.model, described.job, described.gpu, described.lengths
@@ -176,28 +201,41 @@ def fit_of(described: DescribedJob, memory: MemoryBreakdown) -> Fit | None:
     if loading > capacity:  # no batch and no length would help
         return Fit(verdict, capacity - needed, 0.0 if lengths is not None else None, 0, 0)
     longest, attended = longest_sequence(job, lengths)
-    max_batch = max_batch_size(
-        model,
-        job,
-        capacity,
-        longest,
-        is_padded=described.mixes_lengths,
-        evaluation_is_padded=described.evaluation_is_padded,
-        on_cpu=on_cpu,
-        attended_tokens=attended,
-    )
-    max_length = max_length_that_fits(
-        model,
-        job,
-        capacity,
-        is_padded=described.is_padded,
-        evaluation_is_padded=described.evaluation_is_padded,
-        on_cpu=on_cpu,
-        attended_tokens=attended if attended < longest else None,
-    )
+
+    def max_batch_of(job: ResolvedJob) -> int:
+        return max_batch_size(
+            model,
+            job,
+            capacity,
+            longest,
+            is_padded=described.mixes_lengths,
+            evaluation_is_padded=described.evaluation_is_padded,
+            on_cpu=on_cpu,
+            attended_tokens=attended,
+        )
+
+    max_batch = max_batch_of(job)
+    at_that_batch = _accumulated_at(described, max_batch)
+    if (at_that_batch > 1) != (job.gradient_accumulation_steps > 1):  # whether gradients are held beside the next forward
+        max_batch = max_batch_of(replace(job, gradient_accumulation_steps=at_that_batch))
+
+    def max_length_of(job: ResolvedJob) -> int:
+        return max_length_that_fits(
+            model,
+            job,
+            capacity,
+            is_padded=described.is_padded,
+            evaluation_is_padded=described.evaluation_is_padded,
+            on_cpu=on_cpu,
+            attended_tokens=attended if attended < longest or _stay_as_long(job, lengths) else None,
+        )
+
+    longest_row = max_length = max_length_of(job)
+    if (offloads := _offloads_at(described, max_length)) != job.activation_offloading:
+        max_length = max_length_of(replace(job, activation_offloading=offloads))
     share = None
     if lengths is not None and not job.packing and job.padding != "max_length":
-        share = share_of_batches_that_fit(lengths, job.per_device_train_batch_size, max_length)
+        share = share_of_batches_that_fit(lengths, job.per_device_train_batch_size, longest_row)
     elif lengths is not None:
         share = 0.0 if verdict == "does_not_fit" else 1.0
     return Fit(verdict, capacity - needed, share, max_batch, max_length)

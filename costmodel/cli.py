@@ -41,6 +41,7 @@ from costmodel.cli_input import (
     JobInput,
     effects_of_dataset,
     holds_lines,
+    job_beside,
     job_on_line,
     job_texts,
     read_job,
@@ -197,7 +198,7 @@ def _over_limits(answer: Mapping[str, Any], budget_usd: float | None, deadline_h
     excess = []
     spot = answer.get("spot") or {}
     if spot and spot["expected_seconds"] is None and (budget_usd is not None or deadline_hours is not None):
-        return ["over the limit: with these interruptions the run has no bound in time or dollars"]
+        return ["over the limit: with these interruptions the run does not get on"]
     if budget_usd is not None:
         usd = spot.get("expected_usd", answer["total_usd"])
         if usd is None:
@@ -238,7 +239,9 @@ def _estimate_lines(path: str, fields: Mapping[str, Any], *, strict: bool) -> in
     with while_read():
         for number, line in job_texts(lines):
             try:
-                answer = _with_spot(estimate({**job_on_line(number, line), **fields}).to_dict())
+                job, of_another = job_beside(job_on_line(number, line), f"line {number}", fields)
+                answer = _with_spot(estimate(job).to_dict())
+                answer["warnings"] = [*of_another, *answer["warnings"]]
                 stale = stale or _stale_price(answer)
                 text = to_json(answer, indent=None)
                 num_answered += 1

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from costmodel.errors import CostModelError
+from costmodel.errors import CostModelError, one_line, shown
 from costmodel.strict_json import job_mapping, parse_json
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class JobInput:
         return tuple(name for name in names if name not in self.flags and name not in self.decided)
 
 
+# What a file says of its data set, and a data set that is counted says better.
+_COUNTED: Final = ("num_samples", "supervised_fraction")
+
+
 def read_job(
     file: str | None, flags: Mapping[str, Any], dataset: str | None = None, tokenizer: str | None = None
 ) -> JobInput:
@@ -84,48 +88,79 @@ def read_job(
         from costmodel.dataset import dataset_fields
 
         counted = _count_dataset(dataset, tokenizer, fields.get("model"))
-        decided = dataset_fields(counted, fields, imported)
+        of_the_file = {name for name in _COUNTED if name in fields and name not in flags}
+        decided = dataset_fields(counted, {name: fields[name] for name in fields if name not in of_the_file}, imported)
         warnings += counted.warnings
+        if "num_samples" in of_the_file and fields["num_samples"] not in (None, decided["num_samples"]):
+            warnings.append(
+                f"num_samples {shown(fields['num_samples'])} of {file} is not used: {dataset} gives "
+                f"{decided['num_samples']}; to keep it, give --num-samples"
+            )
     elif imported is not None and "num_samples" in fields and (waits := imported.waits_for_dataset):
         warnings.append(waits)
     elif imported is not None and not fields.get("num_samples") and not fields.get("max_steps"):
         warnings += [most] if (most := imported.most_samples) else []
-    of_the_file = imported.all_warnings if imported is not None else ()
+    said = imported.all_warnings if imported is not None else ()
     # "lengths: what is to be said of the file's", where something else decides the lengths
-    of_the_file = tuple(each for each in of_the_file if each.partition(":")[0] not in {*flags, *decided})
-    return JobInput({**fields, **decided}, flags, decided, imported, counted, (*of_the_file, *warnings))
+    said = tuple(each for each in said if each.partition(":")[0] not in {*flags, *decided})
+    return JobInput({**fields, **decided}, flags, decided, imported, counted, (*said, *warnings))
 
 
 def _imported_beside(path: str, flags: Mapping[str, Any], dataset: str | None) -> tuple[ImportedJob, list[str]]:
-    """The file's job without what says nothing beside ``flags`` (a run's price, of its own GPU) or beside another data set
-    (the number of its samples); warnings of that."""
+    """The file's job without what says nothing beside ``flags`` (a price, of its own GPU) or beside another data set (the
+    number of its samples); warnings of that."""
     imported = _imported(path)
     given = {**flags, "dataset": dataset, "lengths": dataset} if dataset is not None else flags
-    dropped = [
-        name
-        for name, owner in imported.tied.items()
-        if owner in given and name not in flags and not _is_same(owner, given[owner], imported.fields.get(owner))
-    ]
-    if not dropped:
+    kept, warnings = _fields_beside(imported.fields, imported.tied, imported.where, flags, given)
+    if len(kept) == len(imported.fields):
         return imported, []
-    kept = {name: value for name, value in imported.fields.items() if name not in dropped}
-    origins = {name: origin for name, origin in imported.origins.items() if name not in dropped}
+    origins = {name: origin for name, origin in imported.origins.items() if name in kept}
+    return replace(imported, read_fields=kept, origins=origins), warnings
+
+
+def job_beside(job: Mapping[str, Any], where: str, flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``job`` with ``flags`` on top, without what then says nothing; warnings of that. ``where``: its name in them."""
+    if not flags.keys() & {"gpu", "num_train_epochs"}:
+        return {**job, **flags}, []
+    from costmodel.importers import ties_of_job
+
+    kept, warnings = _fields_beside(job, ties_of_job(job), where, flags, flags)
+    return {**kept, **flags}, warnings
+
+
+def _fields_beside(
+    fields: Mapping[str, Any], tied: Mapping[str, str], where: str, flags: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    dropped = {
+        name
+        for name, owner in tied.items()
+        if owner in given and name not in flags and not _is_same(owner, given[owner], fields.get(owner))
+    }
     warnings = []
-    if "usd_per_gpu_hour" in dropped and not flags.keys() & {"cloud", "tier"} and "cloud" not in kept:
+    if "usd_per_gpu_hour" in dropped and not flags.keys() & {"cloud", "tier"} and fields.get("cloud") is None:
         warnings.append(
-            f"the price in {imported.where}, ${imported.fields['usd_per_gpu_hour']:g} for a GPU-hour, is of its own GPU and "
-            "not used for another: give --usd-per-gpu-hour, or --cloud and --tier"
+            f"the price in {where}, ${fields['usd_per_gpu_hour']} for a GPU-hour, is of its own GPU and not used for "
+            "another: give --usd-per-gpu-hour, or --cloud and --tier"
         )
-    return replace(imported, fields=kept, origins=origins), warnings
+    if flags.get("num_train_epochs") is not None and "max_steps" not in flags and fields.get("max_steps") not in (None, -1):
+        dropped.add("max_steps")  # which would beat the epochs that are asked for
+        warnings.append(
+            f"max_steps {shown(fields['max_steps'])} of {where} is not used beside --num-train-epochs; "
+            "to keep it, give --max-steps"
+        )
+    return {name: value for name, value in fields.items() if name not in dropped}, list(map(one_line, warnings))
 
 
 def _is_same(field: str, given: Any, recorded: Any) -> bool:
-    if field != "gpu" or not (isinstance(given, str) and isinstance(recorded, str)):
+    if field != "gpu":
         return bool(given == recorded)
     from costmodel.gpu_catalog import find_gpu
 
+    one, other = (each["name"] if isinstance(each, Mapping) and "name" in each else each for each in (given, recorded))
+    if one == other or not (isinstance(one, str) and isinstance(other, str)):
+        return bool(one == other)
     try:
-        return find_gpu(given) == find_gpu(recorded)
+        return find_gpu(one) == find_gpu(other)
     except CostModelError:
         return False  # what the estimate says of the name is the message to show
 

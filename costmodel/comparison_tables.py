@@ -57,6 +57,9 @@ def comparison_table(
         title = f"Same job, in no order of time or cost: both are unknown, {unknown}"
     if len(shown) < len(candidates):
         title += f"; {len(candidates) - len(shown)} more: --all, --wide"
+    if not unknown and (rateless := [each for each in shown if each.fits and each.estimate and each.total_seconds is None]):
+        gpus = ", ".join(dict.fromkeys(_short_gpu(each.gpu) for each in rateless))
+        title += f"\nunknown: no rate for {_compute_type(rateless[0])}, which this job computes in, is known of {gpus}"
     for limit, word in _LIMITS.items():
         if late := [_short_gpu(each.gpu) for each in shown if limit in _missed(each)]:
             title += f"\nx = misses the {word}: {', '.join(late)}"
@@ -85,6 +88,11 @@ def _why_times_are_unknown(candidates: Sequence[Candidate]) -> str:
     if not (job.get("num_samples") or job.get("max_steps")):
         return "as the number of samples is not given (--samples and --epochs, or --max-steps)"
     return "as no rate of these GPUs is known for this job"
+
+
+def _compute_type(each: Candidate) -> str:
+    job = each.estimate.job if each.estimate else {}
+    return "bfloat16" if job.get("bf16") else "float16" if job.get("fp16") else str(job.get("dtype") or "its type")
 
 
 _LIMITS: Final = {"budget_usd": "budget", "deadline_hours": "deadline"}

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 from costmodel import constants as c
-from costmodel.defaults import ResolvedJob, evaluates_at_the_end, transformers_major
+from costmodel.defaults import ResolvedJob
+from costmodel.errors import CostModelError
+from costmodel.framework_defaults import evaluates_at_the_end, transformers_major
 from costmodel.held_memory import held_bytes
 from costmodel.lengths import BatchTokens
 from costmodel.model_spec import ModelSpec
@@ -43,10 +45,13 @@ class RunTime:
         return self.train_seconds + (self.eval_seconds or 0.0) + (self.save_seconds or 0.0) + self.startup_seconds
 
 
-def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
+def schedule(job: ResolvedJob, tokens: BatchTokens, evaluated: BatchTokens | None = None) -> Schedule | None:
     """Steps, evaluations and saves of the run; ``None`` when neither ``num_samples`` nor ``max_steps`` is known.
 
+    ``evaluated``: a batch of an evaluation, whose packed rows hold several samples each; not needed without packing.
+
     transformers 5 makes a last, partial accumulation group of what an epoch leaves over; 4 dropped it.
+    Raises :class:`CostModelError` where ``dataloader_drop_last`` leaves no batch: the Trainer refuses or makes no step.
     Source: transformers 5.24 ``Trainer.set_initial_training_values``; ``DefaultFlowCallback`` for evaluations and saves.
     """
     accumulation = job.gradient_accumulation_steps
@@ -60,20 +65,21 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         samples_per_batch = tokens.num_samples * job.num_gpus
         batches = job.num_samples / samples_per_batch
         whole = math.floor(batches + 1e-9) if job.dataloader_drop_last else math.ceil(batches - 1e-9)
+        if job.dataloader_drop_last and not whole:
+            raise CostModelError(
+                f"dataloader_drop_last leaves nothing to train on: the {job.num_samples:,} samples do not fill one batch of "
+                f"{samples_per_batch:,.0f} over all GPUs; give more samples or a smaller batch, or leave it out"
+            )
         batches_per_epoch = max(1, whole)
         keeps_partial_group = transformers_major(job.framework, job.framework_version) >= 5
         per_epoch = math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
         per_epoch = max(1, per_epoch)
-        if job.max_steps is not None:
-            steps = job.max_steps
-            epochs = steps / per_epoch
-        else:
-            steps = math.ceil(job.num_train_epochs * per_epoch)
-            epochs = steps / per_epoch  # the last step is a whole one
+        steps = job.max_steps if job.max_steps is not None else math.ceil(job.num_train_epochs * per_epoch)
         # steps are whole: only the last one of an epoch may be of fewer batches
         of_epoch = batches_per_epoch if keeps_partial_group else min(batches_per_epoch, per_epoch * accumulation)
         whole_epochs, steps_left = divmod(steps, per_epoch)
         micro_batches = float(whole_epochs * of_epoch + steps_left * accumulation)
+        epochs = whole_epochs + steps_left * accumulation / of_epoch
     eval_every = job.eval_steps if job.eval_steps is not None else 500
     num_evaluations = num_pauses(
         job.eval_strategy,
@@ -90,10 +96,8 @@ def schedule(job: ResolvedJob, tokens: BatchTokens) -> Schedule | None:
         num_saves = num_evaluations  # at most: one for each evaluation
     eval_batches = None
     if job.num_eval_samples is not None:
-        # packed rows hold several samples each
-        samples_per_row = tokens.num_samples / job.per_device_train_batch_size
-        rows = job.num_eval_samples / samples_per_row
-        eval_batches = math.ceil(rows / (job.per_device_eval_batch_size * job.num_gpus))
+        samples_per_batch = evaluated.num_samples if evaluated is not None else job.per_device_eval_batch_size
+        eval_batches = math.ceil(job.num_eval_samples / (samples_per_batch * job.num_gpus) - 1e-9)
     return Schedule(steps, micro_batches, num_evaluations, eval_batches, num_saves)
 
 

@@ -19,10 +19,13 @@ from typing import Any, Final
 from costmodel.dataset_rows import Format, Sample, format_of, read_rows
 from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError
+from costmodel.framework_defaults import default_max_length
 from costmodel.importers import ImportedJob
-from costmodel.lengths import batch_tokens, cut_at, distribution, joins_and_cuts
+from costmodel.length_distribution import distribution
+from costmodel.lengths import batch_tokens, cut_at
+from costmodel.packed_rows import joins_and_cuts
 from costmodel.specs import Lengths
-from costmodel.tokenizing import CHARACTERS_PER_TOKEN, CharacterCounter, TokenizerCounter
+from costmodel.tokenizing import CHARACTERS_PER_TOKEN, TEMPLATE_TOKENS_PER_TURN, CharacterCounter, TokenizerCounter
 
 CACHE_VARIABLE: Final = "FTCOST_CACHE_DIR"
 # Exact up to this many distinct lengths; above, longer ones are rounded up.
@@ -30,7 +33,7 @@ MAX_DISTINCT_LENGTHS: Final = 512
 MAX_BINS: Final = 2_000
 # How far estimated lengths may be off: other languages, code and numbers hold 2.5 to 5 characters a token.
 ESTIMATE_ERROR: Final = 0.25
-_CACHE_VERSION: Final = 1
+_CACHE_VERSION: Final = 2
 _SAMPLES_AT_ONCE: Final = 1_000
 _CHARACTERS_AT_ONCE: Final = 4_000_000
 
@@ -52,6 +55,7 @@ class DatasetLengths:
     tokenizer: str | None
     num_skipped: int = 0
     num_template_failures: int = 0
+    num_without_template: int = 0
 
     @property
     def lengths(self) -> Lengths:
@@ -132,6 +136,11 @@ class DatasetLengths:
                 f"the chat template refuses {self.num_template_failures} samples, which are counted turn by turn; training "
                 "would stop there"
             )
+        if self.num_without_template:
+            said.append(
+                f"{self.tokenizer} has no chat template: chats are counted turn by turn, with {TEMPLATE_TOKENS_PER_TURN} "
+                "tokens a turn for its frame; give the folder of the tokenizer that will train"
+            )
         return tuple(said)
 
 
@@ -206,6 +215,7 @@ def _count(
         tokenizer=counter.name,
         num_skipped=skipped,
         num_template_failures=counter.num_template_failures,
+        num_without_template=counter.num_without_template,
     )
 
 
@@ -274,6 +284,7 @@ def _load(cached: str, path: str, tokenizer: str | None) -> DatasetLengths | Non
             tokenizer=tokenizer,
             num_skipped=int(value["num_skipped"]),
             num_template_failures=int(value["num_template_failures"]),
+            num_without_template=int(value["num_without_template"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -305,10 +316,11 @@ def dataset_fields(
     """The job fields that the data set decides, beside the ``fields`` already given, which win.
 
     ``imported`` adds what its tool does with a data set: keeps ``max_samples``, holds some out for evaluation, drops long
-    samples, computes the loss on some of the tokens.
+    samples, computes the loss on some of the tokens. Where no length is given, samples are cut where the framework cuts them
+    by itself; where it cuts none, the longest is ``max_length``.
     """
     histogram = dict(dataset.histogram)
-    max_length = fields.get("max_length")
+    max_length = fields.get("max_length") or default_max_length(fields.get("framework"))
     limit = max_length if isinstance(max_length, int) and max_length > 0 else None
     if imported is not None and imported.drops_long_samples and limit and (kept := _kept(histogram, limit)):
         histogram = kept

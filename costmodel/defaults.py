@@ -1,39 +1,39 @@
 """Job -> ResolvedJob: what the user left unsaid, filled with the framework's own default, and named.
 
-The defaults of each framework are facts read from its source (the version stands beside each). Everything filled here
-is listed in the answer's ``assumed``.
+What each framework fills in by itself, and by which version, stands in ``framework_defaults.py``. Everything filled here is
+listed in the answer's ``assumed``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from costmodel.errors import CostModelError, shown
-from costmodel.framework_defaults import QUERY_AND_VALUE, READ_VERSIONS, own_defaults, peft_targets
+from costmodel.errors import CostModelError
+from costmodel.framework_defaults import (
+    FUSED_QUERY_KEY_VALUE,
+    OWN_KERNEL_FRAMEWORKS,
+    QUERY_AND_VALUE,
+    READ_VERSIONS,
+    default_max_length,
+    dequantises_by_table,
+    four_bit_keeps_inputs,
+    has_own_defaults,
+    is_before_transformers_45,
+    keeps_packed_samples_apart,
+    major_and_minor,
+    offloads_activations,
+    own_defaults,
+    peft_targets,
+    transformers_major,
+)
 from costmodel.model_spec import ModelSpec
 from costmodel.sharding import Sharding, read_sharding
 from costmodel.specs import TWO_AUTOCASTS, Job
 
 FOUR_BIT: Final = frozenset({"nf4", "fp4", "gptq-int4", "awq-int4", "mxfp4"})
 BITSANDBYTES: Final = frozenset({"nf4", "fp4", "int8"})
-
-LATEST: Final[dict[str, str]] = {"transformers": "5.24", "trl": "1.16"}
-"""The versions whose source the defaults below were read from; assumed when the job names none."""
-
-OWN_KERNEL_FRAMEWORKS: Final = frozenset({"unsloth", "litgpt", "torchtune", "other"})
-"""Frameworks that bring their own kernels or loops, of which nothing is modelled."""
-
-READ_STACKS: Final = frozenset({"transformers", "trl", "axolotl", "llamafactory", "litgpt"})
-"""Frameworks whose code was read or whose runs were measured."""
-
-
-def is_not_modelled(framework: str) -> bool:
-    """Whether it has kernels of its own that were neither read nor measured: it is counted as transformers."""
-    return framework in OWN_KERNEL_FRAMEWORKS and framework not in READ_STACKS
-
 
 _LORA_FIELDS: Final = (
     "lora_r",
@@ -57,6 +57,7 @@ class ResolvedJob:
     double_quant: bool
     prepare_model_for_kbit_training: bool
     four_bit_keeps_inputs: bool  # bitsandbytes before 0.44: a 4-bit linear holds what it read until its backward
+    dequantises_by_table: bool  # bitsandbytes from 0.48 on: the faster kernel
     lora_r: int
     lora_alpha: float
     lora_dropout: float
@@ -150,61 +151,7 @@ class ResolvedJob:
 
     @property
     def major_version(self) -> int:
-        return _version(self.framework_version)[0]
-
-
-def _release(text: str) -> tuple[int, int, int]:
-    match = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", text)
-    if not match:
-        raise CostModelError(f"framework_version must start with a number such as 5.24 or 4.40, got {shown(text)}")
-    return int(match[1]), int(match[2] or 0), int(match[3] or 0)
-
-
-def _version(text: str) -> tuple[int, int]:
-    return _release(text)[:2]
-
-
-# The first releases that run on transformers 5, and on 5.4, by the pins in their package metadata: Axolotl 0.13.2 asks for
-# 4.57.6, 0.14.0 for 5.0.0, 0.15.0 for 5.3.0, 0.16.1 for 5.5.0; LLaMA-Factory 0.9.4 for 4.57.1 at most, 0.9.5 for 5.6.0.
-_ON_TRANSFORMERS_5: Final = {"transformers": (5, 0, 0), "trl": (1, 0, 0), "axolotl": (0, 14, 0), "llamafactory": (0, 9, 5)}
-_ON_TRANSFORMERS_5_4: Final = {**_ON_TRANSFORMERS_5, "transformers": (5, 4, 0), "axolotl": (0, 16, 0)}
-
-
-def transformers_major(framework: str, version: str) -> int:
-    """Which transformers generation runs underneath: 4 keeps a Linear for each expert, 5 stacks them.
-
-    Of a framework whose pins were not read, the newest is taken.
-    """
-    if framework == "transformers":
-        return _version(version)[0]
-    first = _ON_TRANSFORMERS_5.get(framework)
-    return 5 if first is None or _release(version) >= first else 4
-
-
-def evaluates_at_the_end(framework: str, version: str) -> bool:
-    """Whether the Trainer with an ``eval_strategy`` of steps evaluates at the last step too, as it always saved there.
-
-    ``DefaultFlowCallback.on_step_end`` does since transformers 5.4 (sources of 5.3 and 5.4).
-    """
-    first = _ON_TRANSFORMERS_5_4.get(framework)
-    return first is None or _release(version) >= first
-
-
-def _is_before_transformers_45(framework: str, version: str) -> bool:
-    """Whether the stack is older than transformers 4.45 and bitsandbytes 0.44, both of September 2024.
-
-    bitsandbytes' ``MatMul4Bit`` kept its input in 0.41.1, 0.42.0 and 0.43.1, and no longer in 0.44.1
-    (``autograd/_functions.py``). A stack that names neither is taken as new.
-    """
-    first_after = {"transformers": (4, 45), "trl": (0, 11)}.get(framework)
-    return first_after is not None and _version(version) < first_after
-
-
-def _has_old_bitsandbytes(framework: str, version: str) -> bool:
-    """Whether 4-bit linears keep their inputs. litgpt 0.4 still pins bitsandbytes 0.42.0 (its package metadata)."""
-    if framework == "litgpt":
-        return _version(version) < (0, 5)
-    return _is_before_transformers_45(framework, version)
+        return major_and_minor(self.framework_version)[0]
 
 
 def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[ResolvedJob, tuple[str, ...]]:
@@ -225,54 +172,41 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
 
     _refuse_contradictions(job)
     framework = pick("framework", "transformers")
-    version = pick("framework_version", LATEST.get(framework, LATEST["transformers"]))
+    version = pick("framework_version", READ_VERSIONS.get(framework, READ_VERSIONS["transformers"]))
     is_trl = framework == "trl"
     generation = transformers_major(framework, version)
-
-    says_lora = any(value is not None for value in (job.lora_r, job.lora_target_modules, job.lora_target_parameters))
-    method = pick("method", "qlora" if job.quantization else "lora" if says_lora else "full")
-    quantization = job.quantization
-    if method == "qlora" and quantization is None:
-        assumed.append("quantization")
-        quantization = "nf4"
-    if method == "lora" and quantization in FOUR_BIT | {"int8"}:
-        method = "qlora"
-    if method == "full" and quantization in BITSANDBYTES:
-        raise CostModelError(f"a base quantised to {quantization} cannot be fully fine-tuned; use method qlora")
-
+    method, quantization = _method(job, assumed)
     own = own_defaults(
         framework,
         is_peft=method != "full",
         lora_r=job.lora_r,
         num_gpus=job.num_gpus,
         batch_size=job.per_device_train_batch_size,
+        is_moe=model.is_moe,
+        pads_to_longest=not job.packing and job.padding in (None, "longest"),
     )
     autocast = _autocast(job, framework, quantization, has_bf16, assumed)
     dtype: str | None = job.dtype
     if dtype is None:
         assumed.append("dtype")
         half = "float16" if autocast == "float16" else "bfloat16"
+        if framework == "axolotl" and autocast is None:
+            half = "float32"
         dtype = _loaded_in(job, model, framework, method, quantization, generation, half)
-    # peft keeps the adapters of a 16-bit base in fp32 (autocast_adapter_dtype); TRL 1.x casts those of a quantised base
-    # to bf16 (sft_trainer.py); litgpt's are of the type of its weights.
-    adapter_dtype: str | None = job.adapter_dtype
-    if adapter_dtype is None:
-        if method != "full":
-            assumed.append("adapter_dtype")
-        is_cast = is_trl and quantization and _version(version)[0] >= 1
-        adapter_dtype = dtype if framework == "litgpt" else "bfloat16" if is_cast else "float32"
-
+    adapter_dtype = _adapter_dtype(job, framework, version, method, quantization, dtype, assumed)
     use_liger = bool(pick("use_liger_kernel", False))
     loss_type = job.loss_type or ("nll" if is_trl else "ForCausalLM")
     # TRL computes the head in tiles over the supervised positions: always from 1.15 on (and then without Liger's head), on
     # request from 1.4 on (sft_trainer.py, trainer/utils.py). Liger fuses the head into the loss.
     fused_loss = job.fused_loss
     if fused_loss is None:
-        is_tiled = is_trl and (_version(version) >= (1, 15) or loss_type == "chunked_nll")
-        fused_loss = "chunked" if is_tiled else "fused" if use_liger else None
+        is_tiled = is_trl and (major_and_minor(version) >= (1, 15) or loss_type == "chunked_nll")
+        fused_loss = "chunked" if is_tiled else "fused" if use_liger else own.get("fused_loss")
+        if "fused_loss" in own:
+            assumed.append("fused_loss")
     max_length = job.max_length
     if max_length is None:
-        max_length = 1024 if is_trl else own.get("max_length")
+        max_length = default_max_length(framework)
         if max_length is None:
             raise CostModelError(
                 f"max_length is required: {'plain transformers' if framework == 'transformers' else framework} has no "
@@ -287,15 +221,14 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
     if generation < 5 and experts != "eager":
         raise CostModelError(f"experts_implementation {experts!r} needs transformers 5; {framework} {version} loops (eager)")
     packing = pick("packing", False)
-    is_kbit = quantization in BITSANDBYTES
-    kbit_prep = job.prepare_model_for_kbit_training
-    if kbit_prep is None:
-        # peft's own preparation; TRL 1.x does not call it.
-        kbit_prep = is_kbit and own.get("prepare_model_for_kbit_training", not is_trl)
-        if is_kbit:
-            assumed.append("prepare_model_for_kbit_training")
+    kbit_prep = _prepares_for_kbit(job, framework, quantization, own, assumed)
     # SFTConfig turns checkpointing on, TrainingArguments does not; peft's k-bit preparation does, unless told not to.
     checkpointing = pick("gradient_checkpointing", own.get("gradient_checkpointing", is_trl or kbit_prep))
+    offloading = job.activation_offloading
+    if offloading is None:
+        offloading = offloads_activations(framework, gradient_checkpointing=checkpointing, max_length=max_length)
+        if offloading:
+            assumed.append("activation_offloading")
     max_steps = job.max_steps if job.max_steps and job.max_steps > 0 else None
     return (
         ResolvedJob(
@@ -305,7 +238,8 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
             if quantization in {"nf4", "fp4"}
             else False,
             prepare_model_for_kbit_training=kbit_prep,
-            four_bit_keeps_inputs=quantization in {"nf4", "fp4"} and _has_old_bitsandbytes(framework, version),
+            four_bit_keeps_inputs=quantization in {"nf4", "fp4"} and four_bit_keeps_inputs(framework, version),
+            dequantises_by_table=dequantises_by_table(framework, version),
             lora_r=pick("lora_r", own.get("lora_r", 8)) if method != "full" else 0,
             lora_alpha=float(pick("lora_alpha", own.get("lora_alpha", 8))) if method != "full" else 0.0,
             lora_dropout=float(pick("lora_dropout", own.get("lora_dropout", 0.0))) if method != "full" else 0.0,
@@ -331,13 +265,15 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
             use_liger_kernel=use_liger,
             fused_loss=fused_loss,
             supervised_positions_only=is_trl and fused_loss == "chunked" and loss_type in {"nll", "chunked_nll", "dft"},
-            upcasts_logits=_is_before_transformers_45(framework, version),
+            upcasts_logits=is_before_transformers_45(framework, version),
             use_cache=bool(job.use_cache) if job.use_cache is not None else False,
             logits_to_keep=job.logits_to_keep or 0,
-            activation_offloading=bool(job.activation_offloading),
+            activation_offloading=offloading,
             max_length=max_length,
             packing=packing,
-            padding_free=bool(pick("padding_free", packing)),
+            padding_free=bool(
+                pick("padding_free", packing and keeps_packed_samples_apart(framework, job.attn_implementation))
+            ),
             padding=pick("padding", "longest"),
             pad_to_multiple_of=pick("pad_to_multiple_of", own.get("pad_to_multiple_of", 1)),
             train_sampling_strategy=pick("train_sampling_strategy", "random"),
@@ -356,7 +292,7 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
             eval_on_start=bool(job.eval_on_start),
             per_device_eval_batch_size=pick("per_device_eval_batch_size", own.get("per_device_eval_batch_size", 8)),
             num_eval_samples=job.num_eval_samples,
-            save_strategy=pick("save_strategy", "steps"),
+            save_strategy=pick("save_strategy", own.get("save_strategy", "steps")),
             save_steps=pick("save_steps", 500),
             save_only_model=bool(pick("save_only_model", False)),
             framework=framework,
@@ -368,13 +304,14 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
 
 def defaults_source(job: ResolvedJob, framework_version: str | None) -> str:
     """Whose defaults were filled in; ``framework_version`` as the job gives it. Only versions that were read are named."""
-    if (read := READ_VERSIONS.get(job.framework)) is not None:
-        other = f" (for {job.framework} {framework_version})" if framework_version not in (None, read) else ""
-        major = transformers_major(job.framework, job.framework_version)
-        return f"{job.framework} {read} over transformers {LATEST['transformers'] if major == 5 else major}{other}"
-    if job.framework in LATEST or (framework_version and job.framework not in OWN_KERNEL_FRAMEWORKS):
+    newest, given = READ_VERSIONS["transformers"], framework_version
+    if has_own_defaults(job.framework):
+        read, major = READ_VERSIONS[job.framework], transformers_major(job.framework, job.framework_version)
+        other = f" (for {job.framework} {given})" if given not in (None, read) else ""
+        return f"{job.framework} {read} over transformers {newest if major == 5 else major}{other}"
+    if job.framework in READ_VERSIONS or (given and job.framework not in OWN_KERNEL_FRAMEWORKS):
         return f"{job.framework} {job.framework_version}"
-    return f"transformers {LATEST['transformers']} (for {' '.join(filter(None, (job.framework, framework_version)))})"
+    return f"transformers {newest} (for {' '.join(filter(None, (job.framework, given)))})"
 
 
 def _refuse_contradictions(job: Job) -> None:
@@ -393,6 +330,50 @@ def _refuse_contradictions(job: Job) -> None:
         raise CostModelError("save_strategy best needs evaluations to compare; set eval_strategy to steps or epoch")
 
 
+def _method(job: Job, assumed: list[str]) -> tuple[str, str | None]:
+    """(method, quantization): what says LoRA is LoRA, and on a quantised base QLoRA."""
+    says_lora = any(value is not None for value in (job.lora_r, job.lora_target_modules, job.lora_target_parameters))
+    method, quantization = job.method, job.quantization
+    if method is None:
+        assumed.append("method")
+        method = "qlora" if quantization else "lora" if says_lora else "full"
+    if method == "qlora" and quantization is None:
+        assumed.append("quantization")
+        quantization = "nf4"
+    if method == "lora" and quantization in FOUR_BIT | {"int8"}:
+        method = "qlora"
+    if method == "full" and quantization in BITSANDBYTES:
+        raise CostModelError(f"a base quantised to {quantization} cannot be fully fine-tuned; use method qlora")
+    return method, quantization
+
+
+def _adapter_dtype(
+    job: Job, framework: str, version: str, method: str, quantization: str | None, dtype: str, assumed: list[str]
+) -> str:
+    """peft keeps the adapters of a 16-bit base in fp32 (``autocast_adapter_dtype``); TRL 1.x casts those of a quantised base
+    to bf16 (sft_trainer.py); litgpt's are of the type of its weights."""
+    if job.adapter_dtype is not None:
+        return job.adapter_dtype
+    if method != "full":
+        assumed.append("adapter_dtype")
+    if framework == "litgpt":
+        return dtype
+    is_cast = framework == "trl" and quantization and major_and_minor(version)[0] >= 1
+    return "bfloat16" if is_cast else "float32"
+
+
+def _prepares_for_kbit(
+    job: Job, framework: str, quantization: str | None, own: Mapping[str, Any], assumed: list[str]
+) -> bool:
+    """Whether peft's own preparation is called; TRL 1.x does not call it."""
+    if job.prepare_model_for_kbit_training is not None:
+        return job.prepare_model_for_kbit_training
+    if quantization not in BITSANDBYTES:
+        return False
+    assumed.append("prepare_model_for_kbit_training")
+    return bool(own.get("prepare_model_for_kbit_training", framework != "trl"))
+
+
 def _autocast(job: Job, framework: str, quantization: str | None, has_bf16: bool, assumed: list[str]) -> str | None:
     if job.fp16:
         return "float16"
@@ -402,6 +383,8 @@ def _autocast(job: Job, framework: str, quantization: str | None, has_bf16: bool
         # are of (models/rl.py). litgpt's default is bf16-mixed, which it refuses for a quantised base (finetune/lora.py).
         if framework == "unsloth" and (job.dtype == "float16" or not has_bf16):
             return "float16"
+        if framework == "axolotl":  # bf16 is auto (utils/config/__init__.py: resolve_dtype)
+            return "bfloat16" if has_bf16 else "float16"
         is_mixed = framework == "litgpt" and job.dtype is None and not quantization
         return "bfloat16" if framework in ("trl", "unsloth") or is_mixed else None
     return "bfloat16" if job.bf16 else None
@@ -410,17 +393,20 @@ def _autocast(job: Job, framework: str, quantization: str | None, has_bf16: bool
 def _loaded_in(
     job: Job, model: ModelSpec, framework: str, method: str, quantization: str | None, generation: int, half: str
 ) -> str:
-    """What the weights are loaded in where the job does not say it. ``half``: the 16-bit type it computes in.
+    """What the weights are loaded in where the job does not say it.
+
+    ``half``: the 16-bit type it computes in (Axolotl: fp32 where it does not autocast).
 
     transformers 5: dtype="auto" is the default of from_pretrained; 4 loads fp32, but fp16 under 4- and 8-bit. TRL 1.x loads
     a model named by a string in fp32 (trainer/utils.py, create_model_from_path). LLaMA-Factory lifts what full tuning
-    trains to fp32, which DeepSpeed takes back (model/adapter.py). Unsloth loads 16 bit (models/loader.py). litgpt's
-    precision is mixed, and without mixing for a quantised base (finetune/lora.py).
+    trains to fp32, which DeepSpeed takes back (model/adapter.py). Axolotl loads what it computes in
+    (utils/config/__init__.py). Unsloth loads 16 bit (models/loader.py). litgpt's precision is mixed, and without mixing for
+    a quantised base (finetune/lora.py).
     """
     if framework == "llamafactory":
         is_lifted = method == "full" and not (job.deepspeed and (job.bf16 or job.fp16))
         return "float32" if is_lifted else half
-    if framework == "unsloth" and method != "full":
+    if framework == "axolotl" or (framework == "unsloth" and method != "full"):
         return half
     if framework == "litgpt":
         return half if quantization else "float32"
@@ -441,12 +427,15 @@ def _targets(job: Job, model: ModelSpec, own: Mapping[str, Any], assumed: list[s
     targets: str | tuple[str, ...] | None = own.get("lora_target_modules")
     if targets is None or (job.framework == "litgpt" and not set(targets) & set(names)):
         targets = peft_targets(model.family)
+    if targets is None and job.framework == "litgpt":  # its LoRA is on the one projection that queries and values share
+        targets = tuple(name for name in names if name in FUSED_QUERY_KEY_VALUE) or None
     if targets is not None:
         return targets
     if not set(QUERY_AND_VALUE) & set(names):
+        is_peft = job.framework not in ("litgpt", "torchtune", "other")
+        why = f"peft has no default for {model.family} and stops without" if is_peft else f"none is known for {model.family}"
         raise CostModelError(
-            f"lora_target_modules is required: peft has no default for {model.family} and stops without; give all-linear, "
-            f"or some of its linears: {', '.join(names)}"
+            f"lora_target_modules is required: {why}; give all-linear, or some of its linears: {', '.join(names)}"
         )
     return QUERY_AND_VALUE
 

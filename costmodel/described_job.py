@@ -10,7 +10,8 @@ from costmodel.defaults import ResolvedJob, resolve
 from costmodel.errors import CostModelError, shown
 from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
-from costmodel.lengths import BatchTokens, LengthDistribution, batch_tokens, cut_at, distribution, longest_batch
+from costmodel.length_distribution import LengthDistribution, distribution
+from costmodel.lengths import BatchTokens, batch_tokens, cut_at, longest_batch
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, Job, Lengths, parse_gpu

@@ -177,12 +177,12 @@ def _run(described: DescribedJob, step: StepTime | None, factors: Factors) -> Ru
     model, job, gpu, lengths, tokens = described.model, described.job, described.gpu, described.lengths, described.tokens
     if gpu is None or lengths is None or tokens is None or step is None:
         return None
-    plan = schedule(job, tokens)
+    evaluated = batch_tokens(job, lengths, evaluates=True) if job.evaluates and job.num_eval_samples else None
+    plan = schedule(job, tokens, evaluated)
     if plan is None:
         return None
     eval_seconds = None
-    if plan.num_evaluations and plan.num_eval_batches:
-        evaluated = batch_tokens(job, lengths, evaluates=True)
+    if evaluated is not None and plan.num_evaluations:
         # the ranks gather the loss of each evaluated batch
         in_turn = replace(job, per_device_train_batch_size=job.per_device_eval_batch_size)
         slowest = slowest_batch(in_turn, lengths, evaluated.expected, 1)

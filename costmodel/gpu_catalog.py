@@ -185,6 +185,12 @@ def find_gpu(name: str) -> GpuSpec:
     return _find_gpu(as_text(name, "the name of a GPU", 'text such as "L40S"'))
 
 
+# "8xH100 SXM", "2 x 4090", "A40 x4": what people write for several
+_SEVERAL: Final = re.compile(
+    r"\s*(?:(?P<first>\d{1,3})\s*[x×*]\s*(?P<one>\S.*?)|(?P<other>\S.*?)\s*[x×*]\s*(?P<last>\d{1,3}))\s*", re.IGNORECASE
+)
+
+
 @functools.lru_cache(maxsize=1024)
 def _find_gpu(name: str) -> GpuSpec:
     words = _gpu_words(name)
@@ -198,6 +204,9 @@ def _find_gpu(name: str) -> GpuSpec:
         if matches and not any(entry.needed_words <= set(words) for entry in matches):
             way_out = f"{', '.join(entry.name for entry in matches)} is another card; {way_out}"
             matches = []
+    if not matches and (several := _SEVERAL.fullmatch(name)):
+        number, one = several["first"] or several["last"], several["one"] or several["other"]
+        way_out = f"for {number} of them give gpu {one!r} and num_gpus {number} (-g {one!r} --num-gpus {number})"
     if not matches:
         raise UnknownNameError("GPU", name, [entry.name for entry in entries], way_out=way_out)
     if len(matches) > 1:

@@ -35,8 +35,13 @@ def tiled_head(model: ModelSpec, types: ElementBytes, num_positions: float, grad
     hidden = model.hidden_size
     positions, words = min(num_positions, TRL_TILE[0]), min(model.vocab_size, TRL_TILE[1])
     tile = types.compute * positions * words
-    if types.stream != types.compute:  # slices of the weight and of the positions are cast, the next before the last goes
-        tile += 2.0 * types.compute * hidden * (positions + words)
+    in_forward = in_backward = tile
+    if types.stream != types.compute:
+        # slices of the positions and of the weight are cast; the forward names none of the weight's, so that one goes before
+        # the next comes, as it does not with the backward's and with the positions'
+        is_cut = num_positions > TRL_TILE[0]
+        in_forward += types.compute * hidden * (positions * (2 if is_cut else 1) + words)
+        in_backward += 2.0 * types.compute * hidden * (positions + words)
     kept = types.stream * hidden * num_positions
     # both gradients in fp32, and their copies in the type they are wanted in
     of_positions = (4.0 + (types.stream if types.stream != 4 else 0)) * hidden * num_positions
@@ -44,7 +49,7 @@ def tiled_head(model: ModelSpec, types: ElementBytes, num_positions: float, grad
     if gradient_bytes:
         in_fp32 = 4.0 * model.vocab_size * hidden
         of_weight = in_fp32 + (gradient_bytes if gradient_bytes != in_fp32 else 0.0)
-    return FusedHead(kept, tile, tile + of_positions + of_weight)
+    return FusedHead(kept, in_forward, in_backward + of_positions + of_weight)
 
 
 def liger_head(model: ModelSpec, types: ElementBytes, num_positions: float, gradient_bytes: float) -> FusedHead:

@@ -47,12 +47,15 @@ _STATE_BYTES = {
     "adamw_8bit": 2 + 2 * 4 / 256,  # one fp32 scale for 256 elements of each state (bitsandbytes)
     "adamw_bnb_8bit": 2 + 2 * 4 / 256,
     "paged_adamw_8bit": 2 + 2 * 4 / 256,
+    "adamw_torch_8bit": 2 + 2 * 4 / 256,  # torchao 0.18 optim/, in blocks of 256 (transformers 5.24 trainer_optimizer.py)
+    "adamw_torch_4bit": 2 * 0.5 + 2 * 4 / 256,
     "lion_32bit": 4.0,
     "paged_lion_32bit": 4.0,
     "lion_8bit": 1 + 4 / 256,
     "paged_lion_8bit": 1 + 4 / 256,
     "adamw_anyprecision": 4.0,
 }
+_BITSANDBYTES_8BIT = frozenset({"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +192,8 @@ def _optimizer_bytes(model: ModelSpec, job: ResolvedJob, trained_bytes: int) -> 
     if job.optim == "adafactor":
         return 4 * _rows_and_columns(model, job)
     state = int(_STATE_BYTES[job.optim] * trained)
-    if "8bit" in job.optim and not job.is_peft:
-        # transformers registers every nn.Embedding for 32-bit states (Trainer.create_optimizer).
+    if job.optim in _BITSANDBYTES_8BIT and not job.is_peft:
+        # transformers registers every nn.Embedding for 32-bit states (Trainer.create_optimizer), of bitsandbytes alone.
         state += int((8 - _STATE_BYTES[job.optim]) * model.embedding_params)
     return state
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from costmodel.defaults import OWN_KERNEL_FRAMEWORKS, ResolvedJob
-from costmodel.framework_defaults import READ_VERSIONS, own_defaults, peft_targets
+from costmodel.defaults import ResolvedJob
+from costmodel.framework_defaults import OWN_KERNEL_FRAMEWORKS, READ_VERSIONS, own_defaults, peft_targets
 from costmodel.links import link_of
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, Job

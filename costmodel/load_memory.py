@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Final
 
 from costmodel.adapters import experts_are_stacked
-from costmodel.defaults import BITSANDBYTES, OWN_KERNEL_FRAMEWORKS, ResolvedJob
+from costmodel.defaults import BITSANDBYTES, ResolvedJob
+from costmodel.framework_defaults import OWN_KERNEL_FRAMEWORKS
 from costmodel.held_memory import element_bytes, quantized_element_bytes
 from costmodel.model_spec import NO_ATTENTION, Experts, Layer, ModelSpec
 
@@ -133,6 +134,11 @@ def _outside(model: ModelSpec, load: _Load) -> list[_Tensor]:
 def _tensors(layer: Layer, model: ModelSpec, load: _Load) -> Iterator[_Tensor]:
     """The parameters of a layer, by their names inside it."""
     linears = {f"{each.name}.weight" for each in layer.linears}
+    for experts in layer.all_experts:
+        if not experts_are_stacked(experts, load.fused_experts):
+            paths = [f"{experts.path}.{number}" for number in range(experts.num_experts)]
+            linears |= {f"{path}.{leaf}.weight" for path in paths for leaf in experts.linear_names}
+            linears |= {f"{experts.router}.weight"} if experts.router_was_linear else set()
     stacks = {stack.name: (experts, stack.num_matrices) for experts in layer.all_experts for stack in experts.stacks}
     for name, size in layer.parameters():
         plain = _Tensor(name, float(load.loaded_bytes * size))

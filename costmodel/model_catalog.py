@@ -174,8 +174,19 @@ _COPY_WORD: Final = re.compile(
     "instruct|chat|base|it|pt|sft|dpo|rlhf|tuned|fine|finetuned?|finetuning|ft|q?lora|adapter|merged|model|my|the|hf|preview|"
     "latest|bnb|gptq|awq|gguf|ggml|mlx|exl|int|fp|bf|nf|bits?|dynamic|quant|quantized|unsloth|meta|v|x"
 )
+# Tunings that carry a name of their own -> the family that they have the sizes of (the model cards of their makers).
+_TUNED_FROM: Final = {
+    "alpaca": "llama",
+    "dolly": "pythia",
+    "guanaco": "llama",
+    "openhermes": "mistral",
+    "vicuna": "llama",
+    "wizardlm": "llama",
+}
+_SIZE_WORDS: Final = frozenset({"nano", "tiny", "mini", "small", "medium", "large", "xl"})
 _MODEL_WORD: Final = re.compile(
     r"\d+x\d+b"  # 8x7b
+    r"|\d+k(?![a-z])"  # of context
     r"|[ae]?\d+(?:\.\d+)?[bm](?![a-z])"  # 8b, 0.6b, 135m, a3b, e2b
     r"|(?:int|fp|bf|nf|q)\d+(?:_[a-z0-9_]+)?|\d+bits?"  # how it is stored
     r"|[a-z]+|\d+(?:\.\d+)*"
@@ -198,9 +209,10 @@ class _NameParts:
 def _name_parts(name: str) -> _NameParts:
     bare = re.sub(r"(?<=\d)_(?=\d)", ".", name.lower().strip("/ ").rpartition("/")[2])  # Qwen-1_8B
     words = _MODEL_WORD.findall(bare)
-    sizes = {word for word in words if re.fullmatch(r"\d+x\d+b|[ae]?\d+(\.\d+)?[bm]", word)}
+    sizes = {word for word in words if re.fullmatch(r"\d+x\d+b|[ae]?\d+(\.\d+)?[bm]", word) or word in _SIZE_WORDS}
     versions = {word for word in words if re.fullmatch(r"\d+(\.\d+)*", word) and len(word) < 4}  # longer ones are dates
-    family = {word for word in words if word.isalpha() and not _COPY_WORD.fullmatch(word)}
+    family = {word for word in words if word.isalpha() and not _COPY_WORD.fullmatch(word) and word not in _SIZE_WORDS}
+    family = {_TUNED_FROM.get(word, word) for word in family}
     return _NameParts(frozenset(family), frozenset(sizes), frozenset(versions))
 
 
@@ -209,17 +221,23 @@ def nearest_models(name: str) -> list[str]:
 
     Without organisations where ``name`` has none. To be shown, never to be taken in place of the one that was asked for.
     """
-    asked = _name_parts(name[:200])
-    scores = {model_id: _likeness(asked, _name_parts(model_id)) for model_id in list_models()}
+    asked, known = _name_parts(name[:200]), {model_id: _name_parts(model_id) for model_id in list_models()}
+    words = frozenset[str]().union(*(each.family for each in known.values()))
+    scores = {model_id: _likeness(asked, each, words) for model_id, each in known.items()}
     best = sorted((-score, model_id) for model_id, score in scores.items() if score > 0)[:_NUM_NEAREST]
     return [model_id if "/" in name else model_id.rpartition("/")[2] for _, model_id in best]
 
 
-def _likeness(asked: _NameParts, known: _NameParts) -> float:
-    """0 for another family."""
-    matched = sum(max((_same_letters(one, other) for other in asked.family), default=0.0) for one in known.family)
-    if not matched:
+def _likeness(asked: _NameParts, known: _NameParts, words: frozenset[str]) -> float:
+    """0 for another family. ``words``: those of all known families; what is one of them is no misspelling of another."""
+
+    def match(one: str) -> float:
+        return max((_same_letters(one, other) for other in asked.family - words), default=0.0)
+
+    matches = {one: 1.0 if one in asked.family else match(one) for one in known.family}
+    if not any(likeness and len(one) > 1 for one, likeness in matches.items()):  # a letter alone names no family
         return 0.0
+    matched = sum(matches.values())
     family = 2 * matched / (len(asked.family) + len(known.family))
     size = 2 * len(asked.sizes & known.sizes) / max(1, len(asked.sizes) + len(known.sizes))
     majors = {version.partition(".")[0] for version in asked.versions}, {each.partition(".")[0] for each in known.versions}

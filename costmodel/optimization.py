@@ -34,6 +34,7 @@ from costmodel.candidates import (
 from costmodel.comparison import compare
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import merged_job
+from costmodel.formats import format_usd
 from costmodel.gpu_catalog import find_gpu
 from costmodel.price_catalog import bill_usd_per_hour
 from costmodel.specs import GpuSpec, Job, parse_job
@@ -82,6 +83,12 @@ class Change:
     needs: tuple[str, ...] = ()
     only_with_others: bool = False
 
+    def __repr__(self) -> str:
+        saved = self.saves_usd
+        usd = "" if saved is None else f", {'saves' if saved >= 0 else 'costs'} {format_usd(abs(saved))}"
+        held = f", held: {', '.join(self.held)}" if self.held else ""
+        return f"<Change {dict(self.settings)}: {str(self.estimate.verdict).replace('_', ' ')}{usd}{held}>"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": dict(self.settings),
@@ -116,6 +123,11 @@ class OptimizeResult:
     unmet: tuple[str, ...]
     num_estimates: int
     ranked_by: str = "usd"
+
+    def __repr__(self) -> str:
+        """A few lines, for a notebook; the fields hold the rest."""
+        lines = [f"start: {self.start!r}", f"best: {self.best!r}", *(f"  {change!r}" for change in self.changes)]
+        return "\n".join(["<OptimizeResult", *lines, *(f"other: {other!r}" for other in self.others)]) + ">"
 
     def to_dict(self) -> dict[str, Any]:
         return {

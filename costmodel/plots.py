@@ -288,17 +288,14 @@ def comparison_svg(candidates: Sequence[Candidate]) -> str:
     middle = (frame.left + frame.right) / 2
     parts.append(_text(middle, frame.bottom + 40, "hours (both axes are logarithmic)", "muted", "middle"))
 
-    named: set[str] = set()
     points = []
     for each, hour, usd in sorted(
         zip(known, hours, dollars, strict=True), key=lambda item: (not item[0].on_pareto_front, item[2])
     ):
         where = f"{each.price.cloud} {each.price.tier}".strip() if each.price else "no price"
-        label = "" if each.gpu in named and not each.on_pareto_front else each.gpu
-        named.add(each.gpu)
         shared = each.price is not None and each.price.gpus_per_instance > each.num_gpus
         tooltip = f"{each.gpu}, {where}: {format_usd(usd)}, {format_seconds(hour * SECONDS_PER_HOUR)}"
-        points.append(_Point(x_of(hour), y_of(usd), label, tooltip, each.on_pareto_front, shared))
+        points.append(_Point(x_of(hour), y_of(usd), each.gpu, tooltip, each.on_pareto_front, shared))
     front = sorted((point.x, point.y) for point in points if point.on_front)
     walls = []
     for (x1, y1), (x2, y2) in itertools.pairwise(front):  # along, then down
@@ -329,12 +326,14 @@ def _log_axis(values: Sequence[float], start: float, end: float) -> tuple[Callab
 def _labels(points: Sequence[_Point], walls: Sequence[_Box], frame: _Box) -> Iterator[str]:
     """Names beside their points where no name, point or line is in the way; those on the front choose first.
 
-    A name on the front may, if there is no other place, cover a point that is not.
+    A name on the front may, if there is no other place, cover a point that is not. Off the front a name stands once, at the
+    first of its points (cheapest first) that has room.
     """
     dots = [_Box(point.x - 4, point.y - 4, point.x + 4, point.y + 4) for point in points]
     taken: list[_Box] = []
+    named: set[str] = set()
     for index, point in enumerate(points):
-        if not point.label:
+        if point.label in named and not point.on_front:
             continue
         width = text_width(point.label) * (_BOLD if point.on_front else 1.0)
         places = [
@@ -353,6 +352,7 @@ def _labels(points: Sequence[_Point], walls: Sequence[_Box], frame: _Box) -> Ite
             if place is not None:
                 x, y, anchor, box = place
                 taken.append(box)
+                named.add(point.label)
                 yield _text(x, y, point.label, "ink title" if point.on_front else "muted", anchor)
                 break
 

@@ -11,9 +11,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from costmodel.defaults import BITSANDBYTES, is_not_modelled, transformers_major
+from costmodel.defaults import BITSANDBYTES
 from costmodel.errors import CostModelError
 from costmodel.formats import UNKNOWN, format_count, format_gib, format_percent, format_seconds, format_usd
+from costmodel.framework_defaults import LAST_ON_TRANSFORMERS_4, is_not_modelled, transformers_major
 from costmodel.price_catalog import age_days, smallest_gpu_that_holds
 from costmodel.tables import (
     Table,
@@ -147,15 +148,6 @@ def does_not_fit_sentence(estimate: Estimate | Mapping[str, Any]) -> str:
     return sentence
 
 
-# The last releases that run on transformers 4, where each expert is a linear and bitsandbytes quantises it.
-_ON_TRANSFORMERS_4: Final[Mapping[str, str]] = {
-    "transformers": "4.57",
-    "trl": "0.24",
-    "axolotl": "0.13",
-    "llamafactory": "0.9.4",
-}
-
-
 def _with_a_linear_for_each_expert(answer: Mapping[str, Any]) -> Iterator[str]:
     """The older stack, where the job does not fit because its stacked experts stay at 16 bit and there it would."""
     own_defaults = {"dtype", "adapter_dtype", "optim"} & set(answer.get("assumed") or ()) | {
@@ -163,7 +155,7 @@ def _with_a_linear_for_each_expert(answer: Mapping[str, Any]) -> Iterator[str]:
         "fused_loss",
     }
     job = {name: value for name, value in answer["job"].items() if name not in own_defaults}
-    older = _ON_TRANSFORMERS_4.get(str(job.get("framework")))
+    older = LAST_ON_TRANSFORMERS_4.get(str(job.get("framework")))
     is_moe = (answer.get("num_active_params") or 0) < (answer.get("num_params") or 0)
     if older is None or not is_moe or job.get("quantization") not in BITSANDBYTES:
         return
@@ -330,7 +322,7 @@ def _calibration_text(used: Mapping[str, Any]) -> str:
 def _spot_text(spot: Mapping[str, Any]) -> str:
     """``"$3.20, 7.9 h: 0.40 interruptions, 6 min of work lost and 2 min of restarts"``."""
     if spot["expected_seconds"] is None:
-        return "no bound: interruptions come before the loss of the last one is made up"
+        return "the run does not get on: interruptions come before the next checkpoint"
     return (
         f"{format_usd(spot['expected_usd'])}, {format_seconds(spot['expected_seconds'])}: "
         f"{spot['num_interruptions']:.2f} interruptions expected, {format_seconds(spot['lost_seconds'])} of work lost and "

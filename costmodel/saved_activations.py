@@ -1,4 +1,4 @@
-"""What each layer keeps for its backward pass, and what that pass holds at its worst moments. Bytes for each token.
+"""What each layer keeps for its backward pass. Bytes for each token.
 
 Counted from what autograd saves for each operator of the real modules (transformers 5.24, peft 0.21); ``docs/formulas.md``
 derives each term and ``tests`` holds them against traces of those modules.
@@ -10,39 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from costmodel.adapters import LayerAdapters
+from costmodel.backward_instants import Instant, feed_forward_instants, of_scores
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
 from costmodel.held_memory import ElementBytes
+from costmodel.layer_kernels import (
+    KEPT_BY_ACTIVATION,
+    LIGER_HEAD_NORM_FAMILIES,
+    Rows,
+    attention_is_masked,
+    has_liger_norms,
+)
 from costmodel.model_spec import Experts, Layer, Linear, ModelSpec, Norm
-from costmodel.workload import Batch, attention_kernel, reaches_window
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """A moment in the backward of one layer: what the layer has let go by then, and what is held in addition.
-
-    Bytes for each token, for each (token, attended key), and whatever the batch. ``done``: its finished gradients.
-    """
-
-    done: float = 0.0
-    freed_per_token: float = 0.0
-    freed_per_pair: float = 0.0
-    extra_per_token: float = 0.0
-    extra_per_pair: float = 0.0
-    extra_fixed: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What decides which masks the rows of a batch need, whatever their number."""
-
-    is_padded: bool = False  # they differ in length
-    reached_window: int = 0  # the widest sliding window that they reach, in tokens
-
-
-def rows_of(model: ModelSpec, batch: Batch, *, is_padded: bool) -> Rows:
-    """``is_padded``: whether the sequences of ``batch`` differ in length."""
-    windows = {layer.attention.sliding_window for layer, _ in model.layers} - {None}
-    return Rows(is_padded, max((each for each in windows if each and reaches_window(batch.row_tokens, each)), default=0))
+from costmodel.workload import attention_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +58,6 @@ def _adapter_input_bytes(types: ElementBytes, job: ResolvedJob) -> float:
     return own_copy
 
 
-# Tensors as wide as the MLP that an activation keeps for its backward (what it reads and what its steps need), and whether
-# the result is among them. Counted from activations.py of transformers 5.24, where gelu_new and gelu_fast are plain Python.
-_KEPT_BY_ACTIVATION = {
-    "gelu_new": (4, False),
-    "gelu_accurate": (4, False),
-    "gelu_fast": (7, False),
-    "relu": (1, True),
-    "relu2": (1, False),
-    "quick_gelu": (2, False),
-    "xielu": (4, False),
-}
-
-
-# Families whose norms and gated MLPs Liger 0.8 replaces (transformers/monkey_patch.py); of stacked experts, the norms.
-_LIGER_FAMILIES = frozenset(
-    {"exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral"}
-    | {"olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}
-)
-
-
-_LIGER_HEAD_NORM_FAMILIES = frozenset({"exaone4", "gemma3_text"})  # where it replaces those of queries and keys as well
-
-
-def has_liger_norms(model: ModelSpec, job: ResolvedJob) -> bool:
-    """Whether Liger computes the norms of hidden states and the products of gated MLPs."""
-    return job.use_liger_kernel and model.family in _LIGER_FAMILIES
-
-
 def _norm_bytes(norm: Norm, stream: int, full: bool, autocast: bool, is_liger: bool) -> float:
     """What the backward of one norm keeps for each token. A trained weight also needs the normalised input.
 
@@ -133,10 +84,7 @@ def _attention_bytes(layer: Layer, kernel: str, job: ResolvedJob, compute: int, 
     if job.framework == "litgpt":  # one projection for all three; the values are a view of it
         held_values = query + keys + values
     if kernel == "fused":
-        # a batch of unequal lengths needs a mask, and so does a window that the rows reach
-        reaches_window = attention.sliding_window is not None and attention.sliding_window <= rows.reached_window
-        is_masked = (rows.is_padded and job.framework != "litgpt") or reaches_window
-        if is_masked and job.attn_implementation == "sdpa":
+        if attention_is_masked(layer, job, rows):
             # memory-efficient kernel: keys and values repeated for each query head; the 16-bit mask of each sequence
             is_repeated = attention.num_kv_heads != heads
             return 2 * (query + output + (query + output if is_repeated else keys + held_values)) + 4 * heads, 2.0
@@ -158,7 +106,7 @@ def _mlp_widths(is_gated: bool, activation: str, keeps_product: bool, is_liger: 
     """
     if is_liger and is_gated:
         return 2 + (1 if keeps_product else 0)
-    kept, holds_result = _KEPT_BY_ACTIVATION.get(activation, (1, False))
+    kept, holds_result = KEPT_BY_ACTIVATION.get(activation, (1, False))
     if is_gated:
         return kept + (0 if holds_result else 1) + 1 + (1 if keeps_product else 0)
     return kept + (1 if keeps_product and not holds_result else 0)
@@ -226,302 +174,206 @@ def _looped_experts_bytes(experts: Experts, job: ResolvedJob, types: ElementByte
     return experts.num_experts_computed * per_row
 
 
-def _mlp_instants(
-    model: ModelSpec,
-    layer: Layer,
-    adapted: LayerAdapters,
-    job: ResolvedJob,
-    types: ElementBytes,
-    copy_bytes: float,
-    dense: float,
-    holds_inputs: bool,
-) -> tuple[Instant, ...]:
-    """The moments of a layer's backward around its feed-forward (of a layer without one: around its mixer).
-
-    Read off the traces of the real modules (``tests/tracing``). ``dense``: bytes a token that the dense MLP keeps.
-    """
-    full, hidden, stream, mlp, compute = not job.is_peft, model.hidden_size, types.stream, types.mlp, types.compute
-    weight_bytes = types.weights if full else 0
-    experts, width = layer.experts, layer.mlp_width
-    if experts:
-        stack_rows = 2.0 * experts.num_experts_per_tok
-        down_params = experts.num_experts * experts.hidden_size * experts.intermediate_size
-        stacks = [each.base_params for each in adapted.parameters if each.num_matrices > 1]
-        if full:
-            stacks = [2 * down_params, down_params]
-        if stacks and job.experts_implementation == "eager" and job.fused_experts:
-            # a loop that picks one expert of the stack after the other: each gives a gradient as large as the stack, most
-            # of it zero (select_backward), beside what has been added up of each; an adapter's is of its merged copy
-            through = stack_rows * (hidden + 4 * experts.intermediate_size) / experts.num_experts  # the first expert
-            fixed = float(weight_bytes if full else compute) * (sum(stacks) + max(stacks))
-            return (Instant(freed_per_token=through, extra_per_token=stream * hidden, extra_fixed=fixed),)
-        if full:  # gate_up: its gradient is being built, down's is done
-            return (
-                # the activation: the gradients of the product and of both branches
-                Instant(
-                    done=float(weight_bytes * down_params),
-                    freed_per_token=stack_rows * (hidden + experts.intermediate_size),
-                    extra_per_token=3 * stack_rows * experts.intermediate_size + stream * hidden,
-                ),
-                Instant(
-                    done=float(weight_bytes * down_params),
-                    freed_per_token=stack_rows * (hidden + 4 * experts.intermediate_size),
-                    extra_per_token=stack_rows * (2 * experts.intermediate_size + hidden) + stream * hidden,
-                    extra_fixed=2.0 * weight_bytes * down_params,
-                ),
-            )
-        adapts_down = any(stack.name == each.name for stack in experts.stacks[-1:] for each in adapted.parameters)
-        if adapted.parameters and not adapts_down:
-            # gate_up alone. The activation: the gradients of the product and of both branches. Then, all but its own input
-            # let go, the full gradient of its merged stack.
-            return (
-                Instant(
-                    freed_per_token=stack_rows * hidden,
-                    extra_per_token=3 * stack_rows * experts.intermediate_size + stream * hidden,
-                ),
-                Instant(
-                    freed_per_token=stack_rows * (hidden + 3 * experts.intermediate_size),
-                    extra_per_token=stack_rows * (2 * experts.intermediate_size + hidden) + stream * hidden,
-                    extra_fixed=2.0 * compute * down_params,
-                ),
-                Instant(extra_per_token=3 * stack_rows * hidden + stream * hidden),
-            )
-        if adapted.parameters:  # down: the full gradient of the merged stack, while all but its result is still there
-            return (
-                Instant(
-                    freed_per_token=stack_rows * hidden,
-                    extra_per_token=stack_rows * (hidden + experts.intermediate_size) + stream * hidden,
-                    extra_fixed=compute * float(down_params),
-                ),
-                # the gradients of the experts' results before and after the routing weights, and of those weights
-                Instant(extra_per_token=3 * stack_rows * hidden + stream * hidden),
-            )
-        return (Instant(extra_per_token=stack_rows * (hidden + 2 * experts.intermediate_size) + 2 * stream * hidden),)
-    if not width:  # a layer of one mixer
-        widest = max((each for each in layer.linears), key=lambda each: each.out_features, default=None)
-        if widest is None:
-            return (Instant(),)
-        return (
-            Instant(
-                extra_per_token=2.0 * compute * widest.out_features + 2 * stream * hidden,
-                extra_fixed=float((weight_bytes or (compute if job.quantization else 0)) * widest.num_params),
-            ),
-        )
-    down = max(layer.at("mlp_out"), key=lambda each: each.in_features)
-    down_bytes = float(weight_bytes * down.in_features * down.out_features)
-    adapted_by_name = {each.linear.name: each for each in adapted.linears}
-    down_adapted, into_adapted = (
-        down.name in adapted_by_name,
-        [each for each in layer.at("mlp_in") if each.name in adapted_by_name],
-    )
-    holds_result = _KEPT_BY_ACTIVATION.get(model.hidden_act, (1, False))[1]
-    own_input = 0.0  # what down, or its A, keeps of its input
-    if (full or down_adapted) and not (holds_result and not layer.is_gated):
-        own_input = float((mlp if full or copy_bytes == 0.0 else copy_bytes) * width)
-    if holds_inputs and copy_bytes != 0.0:
-        own_input += mlp * width
-    # the activation: down is through; the gradients of the product and of both branches, or before and after the activation
-    is_liger = has_liger_norms(model, job)
-    branches = 3.0 if layer.is_gated else 2.0
-    if is_liger and layer.is_gated:
-        branches = 1.0  # the branches' gradients take their own place
-    moments = [Instant(done=down_bytes, freed_per_token=own_input, extra_per_token=branches * mlp * width + stream * hidden)]
-    if full and not is_liger:  # the norm before the MLP: its weights are through; five fp32 copies of a hidden state
-        through = float(weight_bytes * sum(each.in_features * each.out_features for each in layer.at("mlp_in", "mlp_out")))
-        moments.append(
-            Instant(done=through, freed_per_token=dense + 2 * stream * hidden, extra_per_token=(20.0 + stream) * hidden)
-        )
-    # results of A and B, and the gradients through them: in the adapters' own type without autocast
-    branch = 4.0 if not types.autocast and types.adapter == 4 else 2.0
-    if down_adapted:  # A's input gradient, before down's own
-        moments.append(Instant(extra_per_token=branch * width + 2 * stream * hidden))
-    if into_adapted and job.gradient_checkpointing:
-        # the layer runs again: B's result and the scaled one, before down has its input; the residual and the MLP's input
-        # are still at hand
-        moments.append(
-            Instant(freed_per_token=own_input, extra_per_token=2 * branch * width + (4.0 * stream + branch) * hidden)
-        )
-    if down_adapted and job.gradient_checkpointing and types.autocast and types.adapter == 4 and not job.quantization:
-        # ... and peft lifts down's input to fp32, which autocast takes down again
-        moments.append(Instant(extra_per_token=(mlp + 4.0) * width + 5.0 * stream * hidden))
-    if job.quantization:  # down's weight in 16 bit (32 without autocast), the product with it, A's gradient
-        # GPTQ's is kept with the layer; while it is unpacked, its codes are there in 32 and in 8 bit (auto-gptq 0.4, 0.5)
-        per_weight = 4 + 1 - 2 if job.quantization == "gptq-int4" else compute
-        moments.append(
-            Instant(
-                freed_per_token=own_input,
-                extra_per_token=float(mlp + compute) * width + (compute + stream) * hidden,
-                extra_fixed=float(per_weight * down.in_features * down.out_features),
-            )
-        )
-    if any(adapted_by_name[each.name].dora for each in into_adapted):
-        # a branch's scale: three gradients and a copy in the adapters' type, the branch and its gradient
-        freed = own_input + 2 * mlp * width + (mlp + branch) * hidden
-        moments.append(Instant(freed_per_token=freed, extra_per_token=(4 * branch + 2 * mlp) * width + stream * hidden))
-    return tuple(moments)
-
-
 def layer_bytes(
     model: ModelSpec, layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: ElementBytes, rows: Rows
 ) -> LayerBytes:
-    full, is_liger = not job.is_peft, has_liger_norms(model, job)
-    hidden, attention = model.hidden_size, layer.attention
-    compute, stream, mlp = types.compute, types.stream, types.mlp
-    adapted_names = {each.linear.name for each in adapted.linears}
-    adapted_parameters = {each.name for each in adapted.parameters}
-    casts_input = types.autocast and stream != compute  # every linear casts its own copy of a norm's output
-    copy_bytes = _adapter_input_bytes(types, job)
-    rank_bytes = 4.0 if not types.autocast and types.adapter == 4 else 2.0
+    saved = _Saved(model, layer, adapted, job, types)
+    full, hidden_bytes, kernel = not job.is_peft, float(types.stream * model.hidden_size), attention_kernel(job, layer)
+    inputs = [norm for norm in layer.norms if norm.reads_layer_input]
+    dense, experts, per_pair = saved.dense_mlp(), saved.experts(), 0.0
+    mixer = _scan_bytes(layer, types.compute) if layer.scan else 0.0
+    if layer.attention.num_heads:
+        scores, per_pair = saved.attention(kernel, rows)
+        mixer += scores
+    instants = feed_forward_instants(model, layer, adapted, job, types, saved.copy_bytes, dense, saved.holds_inputs)
+    if layer.attention.num_heads and kernel in {"eager", "math"}:
+        after_mlp = dense + experts + saved.of_norms(inputs[1:])
+        instants += (of_scores(layer, types, full=full, hidden_bytes=hidden_bytes, after_mlp=after_mlp),)
+    return LayerBytes(
+        per_token=saved.norms()
+        + saved.shared_reads()
+        + saved.own_reads()
+        + saved.adapter_copies()
+        + mixer
+        + dense
+        + experts,
+        per_pair=per_pair,
+        fixed=saved.whatever_the_batch(),
+        input_norm_per_token=saved.held_by_a_checkpoint(),
+        # the input of the first layer needs no gradient where nothing below is trained
+        first_layer_saving_per_token=saved.of_norms(inputs) if job.is_peft and not job.gradient_checkpointing else 0.0,
+        instants=instants,
+        gradients=float(types.weights * layer.num_params) if full else float(types.adapter * adapted.num_params),
+        escapes_checkpoint_per_token=_escaping_bytes(layer, adapted, job, types),
+    )
 
-    holds_inputs = job.four_bit_keeps_inputs and not casts_input  # of its 4-bit linears; a cast is counted below
 
-    def reads(linear: Linear) -> bool:
+class _Saved:
+    """What one layer saves for its backward, group by group."""
+
+    def __init__(
+        self, model: ModelSpec, layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: ElementBytes
+    ) -> None:
+        self.model, self.layer, self.adapted, self.job, self.types = model, layer, adapted, job, types
+        self.full, self.is_liger, self.hidden = not job.is_peft, has_liger_norms(model, job), model.hidden_size
+        # every linear casts its own copy of a norm's output
+        self.casts_input = types.autocast and types.stream != types.compute
+        self.copy_bytes = _adapter_input_bytes(types, job)
+        self.rank_bytes = 4.0 if not types.autocast and types.adapter == 4 else 2.0
+        # of its 4-bit linears; a cast is counted with the adapters' copies
+        self.holds_inputs = job.four_bit_keeps_inputs and not self.casts_input
+        self.adapted_names = {each.linear.name for each in adapted.linears}
+        trained = {each.name for each in adapted.parameters}
+        self.trains_router = any(self.full or f"{each.router}.weight" in trained for each in layer.all_experts)
+        self.mixer_is_read = any(self.reads(each) for each in layer.at("mixer_in"))
+
+    def reads(self, linear: Linear) -> bool:
         """Whether the backward needs the very tensor that this linear reads."""
-        needs = (full and linear.differentiable) or (linear.name in adapted_names and copy_bytes == 0.0)
-        return needs or (holds_inputs and linear.differentiable)
+        is_shared = linear.name in self.adapted_names and self.copy_bytes == 0.0
+        return is_shared or ((self.full or self.holds_inputs) and linear.differentiable)
 
-    norms_of_heads = is_liger and model.family in _LIGER_HEAD_NORM_FAMILIES
-
-    def norm_bytes(norms: Iterable[Norm]) -> float:
+    def of_norms(self, norms: Iterable[Norm]) -> float:
+        of_heads = self.model.family in LIGER_HEAD_NORM_FAMILIES
         return sum(
-            _norm_bytes(norm, stream, full, types.autocast, is_liger and (norms_of_heads or norm.size == hidden))
+            _norm_bytes(
+                norm,
+                self.types.stream,
+                self.full,
+                self.types.autocast,
+                self.is_liger and (of_heads or norm.size == self.hidden),
+            )
             for norm in norms
         )
 
-    inside_scan = ("mamba.norm", "mixer.norm") if layer.scan is not None and layer.scan.kind == "mamba2" else ()
-    norms = norm_bytes(norm for norm in layer.norms if not norm.name.endswith(inside_scan))
-    inputs = [norm for norm in layer.norms if norm.reads_layer_input]
-    if len(inputs) > 1 and inputs[0].kind == "layer" and not types.autocast:
-        norms -= (len(inputs) - 1) * stream * hidden  # one and the same tensor
-    # what a block's linears and its router read: one tensor for all of them
-    of_mixer, of_mlp = layer.at("mixer_in"), layer.at("mlp_in", "router", "mlp_gate")
-    router_trained = any(full or f"{each.router}.weight" in adapted_parameters for each in layer.all_experts)
-    mixer_read = any(reads(each) for each in of_mixer)
-    routes = layer.experts is not None and layer.experts.router_params > 0 and not layer.experts.router_in_fp32
-    mlp_read = any(reads(each) for each in of_mlp) or (router_trained and routes)
-    if casts_input:
-        cast_reads = [each for each in (*of_mixer, *of_mlp) if full]
-        shared_reads = 2.0 * sum(each.in_features for each in cast_reads)
-        if layer.experts and (full or router_trained):
-            shared_reads += 2.0 * hidden if full else stream * hidden
-        if not full:
-            shared_reads += stream * hidden * (mixer_read + (any(reads(each) for each in of_mlp)))
-    else:
-        shared_reads = float(stream * hidden * (mixer_read + (mlp_read and not (layer.shares_input and mixer_read))))
-    inner_reads = 2.0 if casts_input else float(compute)
-    own_reads = inner_reads * sum(each.in_features for each in layer.at("mixer_inner", "side_in", "side_out") if reads(each))
-    if _is_one_function(layer):
-        own_reads = 0.0
-    adapter_copies = sum(copy_bytes * each.linear.in_features + rank_bytes * each.r for each in adapted.linears)
-    # DoRA scales the base's result and the adapter's, and keeps both for the gradient of its magnitude
-    dora_results = mlp + (4 if rank_bytes == 4.0 else 2)
-    adapter_copies += sum(dora_results * each.linear.out_features for each in adapted.linears if each.dora)
-    if job.framework == "litgpt":  # one adapter for query and value: one input; index_copy holds what its convolution gave
-        fused = [each.linear for each in adapted.linears if each.linear.place == "mixer_in"]
-        adapter_copies -= copy_bytes * sum(each.in_features for each in fused[1:])
-        adapted_width = attention.query_width + attention.kv_width  # litgpt adapts these two by default
-        adapter_copies += sum(compute * min(each.out_features, adapted_width) for each in fused)
-    if job.four_bit_keeps_inputs and casts_input:  # each 4-bit linear holds a 16-bit copy of its own
-        adapter_copies += 2.0 * sum(each.in_features for each in layer.linears if each.differentiable)
+    def norms(self) -> float:
+        layer, types = self.layer, self.types
+        inside_scan = ("mamba.norm", "mixer.norm") if layer.scan is not None and layer.scan.kind == "mamba2" else ()
+        found = self.of_norms(norm for norm in layer.norms if not norm.name.endswith(inside_scan))
+        inputs = [norm for norm in layer.norms if norm.reads_layer_input]
+        if len(inputs) > 1 and inputs[0].kind == "layer" and not types.autocast:
+            found -= (len(inputs) - 1) * types.stream * self.hidden  # one and the same tensor
+        return found
 
-    # attention; the output linear reads its result, which a fused kernel keeps anyway
-    kernel = attention_kernel(job, layer)
-    scores = per_pair = 0.0
-    if attention.num_heads:
-        scores, per_pair = _attention_bytes(layer, kernel, job, compute, rows)
-        output = next((each for each in layer.linears if each.place == "mixer_out"), None)
-        is_copied = kernel == "eager" or attention.has_output_gate or attention.copies_output or job.framework == "litgpt"
-        if output is not None and reads(output) and is_copied:
+    def shared_reads(self) -> float:
+        """What a block's linears and its router read: one tensor for all of them."""
+        layer, hidden_bytes = self.layer, self.types.stream * self.hidden
+        of_mixer, of_mlp = layer.at("mixer_in"), layer.at("mlp_in", "router", "mlp_gate")
+        mlp_is_read = any(self.reads(each) for each in of_mlp)
+        if self.casts_input:
+            found = 2.0 * sum(each.in_features for each in (*of_mixer, *of_mlp) if self.full)
+            if layer.experts and (self.full or self.trains_router):
+                found += 2.0 * self.hidden if self.full else hidden_bytes
+            return found + (0.0 if self.full else hidden_bytes * (self.mixer_is_read + mlp_is_read))
+        routes = layer.experts is not None and layer.experts.router_params > 0 and not layer.experts.router_in_fp32
+        mlp_is_read = mlp_is_read or (self.trains_router and routes)
+        is_another = mlp_is_read and not (layer.shares_input and self.mixer_is_read)
+        return float(hidden_bytes * (self.mixer_is_read + is_another))
+
+    def own_reads(self) -> float:
+        if _is_one_function(self.layer):
+            return 0.0
+        alone = self.layer.at("mixer_inner", "side_in", "side_out")
+        per_element = 2.0 if self.casts_input else float(self.types.compute)
+        return per_element * sum(each.in_features for each in alone if self.reads(each))
+
+    def adapter_copies(self) -> float:
+        linears, attention, types = self.adapted.linears, self.layer.attention, self.types
+        found = sum(self.copy_bytes * each.linear.in_features + self.rank_bytes * each.r for each in linears)
+        # DoRA scales the base's result and the adapter's, and keeps both for the gradient of its magnitude
+        dora_results = types.mlp + (4 if self.rank_bytes == 4.0 else 2)
+        found += sum(dora_results * each.linear.out_features for each in linears if each.dora)
+        if self.job.framework == "litgpt":
+            # one adapter for query and value: one input; index_copy holds what its convolution gave
+            fused = [each.linear for each in linears if each.linear.place == "mixer_in"]
+            found -= self.copy_bytes * sum(each.in_features for each in fused[1:])
+            adapted_width = attention.query_width + attention.kv_width  # litgpt adapts these two by default
+            found += sum(types.compute * min(each.out_features, adapted_width) for each in fused)
+        if self.job.four_bit_keeps_inputs and self.casts_input:  # each 4-bit linear holds a 16-bit copy of its own
+            found += 2.0 * sum(each.in_features for each in self.layer.linears if each.differentiable)
+        return found
+
+    def attention(self, kernel: str, rows: Rows) -> tuple[float, float]:
+        """For each token, and for each (token, attended key). The output linear reads its result, which a fused kernel keeps
+        anyway."""
+        attention, compute = self.layer.attention, self.types.compute
+        scores, per_pair = _attention_bytes(self.layer, kernel, self.job, compute, rows)
+        output = next((each for each in self.layer.linears if each.place == "mixer_out"), None)
+        is_copied = (
+            kernel == "eager" or attention.has_output_gate or attention.copies_output or self.job.framework == "litgpt"
+        )
+        if output is not None and self.reads(output) and is_copied:
             scores += compute * output.in_features
         if attention.has_output_gate:  # the sigmoid, and what it multiplies
             scores += compute * attention.output_width
             scores += compute * attention.output_width if kernel == "eager" else 0
-    if layer.scan:
-        scores += _scan_bytes(layer, compute)
+        return scores, per_pair
 
-    # dense and shared MLP
-    dense = fixed = 0.0
-    for down in layer.at("mlp_out"):
-        keeps = (full and mlp == compute) or (down.name in adapted_names and copy_bytes == 0.0) or holds_inputs
-        dense += mlp * down.in_features * _mlp_widths(layer.is_gated, model.hidden_act, keeps, is_liger)
-        if full and not keeps:
-            dense += 2.0 * down.in_features
-    for gate in layer.at("mlp_gate"):  # the gate's sigmoid and the shared result that it weighs
-        dense += compute * (hidden + gate.out_features)
-    if layer.has_dropout:
-        dense += 2.0 * hidden  # the masks after attention and MLP
-    # routed experts
-    experts = layer.experts
-    is_loop = bool(adapted.expert_linears) and job.quantization in BITSANDBYTES
-    if is_loop:
-        moe = sum(_looped_experts_bytes(each, job, types) for each in layer.all_experts)
-    else:
-        moe = sum(_experts_bytes(each, adapted, full, model.hidden_act) for each in layer.all_experts)
-    if experts:
+    def dense_mlp(self) -> float:
+        """The dense and the shared MLP."""
+        layer, types, found = self.layer, self.types, 0.0
+        for down in layer.at("mlp_out"):
+            is_shared = down.name in self.adapted_names and self.copy_bytes == 0.0
+            keeps = (self.full and types.mlp == types.compute) or is_shared or self.holds_inputs
+            widths = _mlp_widths(layer.is_gated, self.model.hidden_act, keeps, self.is_liger)
+            found += types.mlp * down.in_features * widths
+            if self.full and not keeps:
+                found += 2.0 * down.in_features
+        for gate in layer.at("mlp_gate"):  # the gate's sigmoid and the shared result that it weighs
+            found += types.compute * (self.hidden + gate.out_features)
+        if layer.has_dropout:
+            found += 2.0 * self.hidden  # the masks after attention and MLP
+        return found
+
+    def experts(self) -> float:
+        layer, adapted, types = self.layer, self.adapted, self.types
+        is_loop = bool(adapted.expert_linears) and self.job.quantization in BITSANDBYTES
+        if is_loop:
+            found = sum(_looped_experts_bytes(each, self.job, types) for each in layer.all_experts)
+        else:
+            found = sum(_experts_bytes(each, adapted, self.full, self.model.hidden_act) for each in layer.all_experts)
+        experts = layer.experts
+        if experts is None:
+            return found
         if not is_loop:
-            moe += experts.num_experts_computed * sum(
-                copy_bytes * a.linear.in_features + rank_bytes * a.r for a in adapted.expert_linears
+            found += experts.num_experts_computed * sum(
+                self.copy_bytes * each.linear.in_features + self.rank_bytes * each.r for each in adapted.expert_linears
             )
         if experts.router_in_fp32:
-            fixed += 4.0 * experts.router_params if stream != 4 else 0.0
-            moe += 4.0 * experts.num_experts + ((4.0 if stream != 4 else 0.0) * hidden if router_trained else 0.0)
-    for parameter in adapted.parameters:
-        if parameter.num_matrices > 1:  # the merged copy, and the 16-bit copies of A and B
-            fixed += compute * parameter.base_params + (2.0 * parameter.num_params if types.adapter == 4 else 0.0)
+            lifted = 4.0 if types.stream != 4 else 0.0
+            found += 4.0 * experts.num_experts + (lifted * self.hidden if self.trains_router else 0.0)
+        return found
 
-    if not is_liger:
-        fixed += sum(4.0 * norm.size for norm in layer.norms if norm.kind == "rms_offset")  # weight + 1
-    if job.quantization == "gptq-int4":  # a plain matmul with the unpacked weight, which autograd keeps (auto-gptq 0.4, 0.5)
-        fixed += 2.0 * sum(each.in_features * each.out_features for each in layer.linears)
-    # autocast's 16-bit copies of fp32 weights, kept for the input gradient (under checkpointing: of one layer at a time)
-    if types.autocast and stream == 4 and job.quantization is None:
-        fixed += 2.0 * sum(each.in_features * each.out_features for each in layer.linears)
-        fixed += 2.0 * sum(each.num_params for each in layer.all_experts)
-    if types.autocast and types.adapter == 4 and not job.gradient_checkpointing:
-        fixed += 2.0 * sum(each.num_params for each in adapted.linears)
+    def whatever_the_batch(self) -> float:
+        layer, adapted, job, types = self.layer, self.adapted, self.job, self.types
+        found, in_linears = 0.0, sum(each.in_features * each.out_features for each in layer.linears)
+        if layer.experts and layer.experts.router_in_fp32 and types.stream != 4:
+            found += 4.0 * layer.experts.router_params
+        for parameter in adapted.parameters:
+            if parameter.num_matrices > 1:  # the merged copy, and the 16-bit copies of A and B
+                found += types.compute * parameter.base_params + (2.0 * parameter.num_params if types.adapter == 4 else 0.0)
+        if not self.is_liger:
+            found += sum(4.0 * norm.size for norm in layer.norms if norm.kind == "rms_offset")  # weight + 1
+        if job.quantization == "gptq-int4":
+            # a plain matmul with the unpacked weight, which autograd keeps (auto-gptq 0.4, 0.5)
+            found += 2.0 * in_linears
+        # autocast's 16-bit copies of fp32 weights, kept for the input gradient (under checkpointing: of one layer at a time)
+        if types.autocast and types.stream == 4 and job.quantization is None:
+            found += 2.0 * (in_linears + sum(each.num_params for each in layer.all_experts))
+        if types.autocast and types.adapter == 4 and not job.gradient_checkpointing:
+            found += 2.0 * sum(each.num_params for each in adapted.linears)
+        return found
 
-    per_token = norms + shared_reads + own_reads + adapter_copies + scores + dense + moe
-    # a checkpoint already holds the layer's input: what a norm or a linear keeps of it is not held twice
-    held_input = 0.0
-    for norm in inputs[:1]:
-        if norm.kind == "layer":
-            held_input = 0.0 if types.autocast and stream == 2 else float(stream * hidden)
-        else:
-            held_input = 4.0 * hidden if stream == 4 or model.residual_in_fp32 else 2.0 * hidden if is_liger else 0.0
-    if not inputs and mixer_read:
-        held_input = float(stream * hidden)
-    # the input of the first layer needs no gradient where nothing below is trained
-    saved_in_first = norm_bytes(inputs)
-
-    gradients = float(types.weights * layer.num_params) if full else float(types.adapter * adapted.num_params)
-    instants = _mlp_instants(model, layer, adapted, job, types, copy_bytes, dense, holds_inputs)
-    if attention.num_heads and kernel in {"eager", "math"}:
-        # the gradient of the scores before and after the softmax, in fp32; the 16-bit copy of the softmax is gone, and so
-        # is the MLP. With sinks three score matrices in the compute type, when they are built and when they are undone.
-        heads = attention.num_heads
-        with_sinks = attention.score == "sinks"
-        after_mlp = dense + moe + norm_bytes(inputs[1:])
-        instants += (
-            Instant(
-                done=float(types.weights * sum(each.num_params for each in layer.linears if not each.is_mixer))
-                if full
-                else 0.0,
-                freed_per_token=after_mlp,
-                freed_per_pair=float(compute * heads) if compute == 2 or with_sinks else 0.0,
-                extra_per_token=float(stream * hidden),
-                extra_per_pair=float(3 * compute if with_sinks else 8) * heads,
-            ),
-        )
-    return LayerBytes(
-        per_token=per_token,
-        per_pair=per_pair,
-        fixed=fixed,
-        input_norm_per_token=held_input,
-        first_layer_saving_per_token=saved_in_first if job.is_peft and not job.gradient_checkpointing else 0.0,
-        instants=instants,
-        gradients=gradients,
-        escapes_checkpoint_per_token=_escaping_bytes(layer, adapted, job, types),
-    )
+    def held_by_a_checkpoint(self) -> float:
+        """The layer's input: what a norm or a linear keeps of it is not held twice."""
+        types, hidden_bytes = self.types, float(self.types.stream * self.hidden)
+        first = next((norm for norm in self.layer.norms if norm.reads_layer_input), None)
+        if first is None:
+            return hidden_bytes if self.mixer_is_read else 0.0
+        if first.kind == "layer":
+            return 0.0 if types.autocast and types.stream == 2 else hidden_bytes
+        if types.stream == 4 or self.model.residual_in_fp32:
+            return 4.0 * self.hidden
+        return 2.0 * self.hidden if self.is_liger else 0.0
 
 
 def _escaping_bytes(layer: Layer, adapted: LayerAdapters, job: ResolvedJob, types: ElementBytes) -> float:

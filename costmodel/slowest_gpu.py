@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Final
 
 from costmodel.defaults import ResolvedJob
-from costmodel.lengths import LengthDistribution, expected_maximum, rounded
+from costmodel.length_distribution import LengthDistribution, expected_maximum, rounded
 from costmodel.workload import Batch
 
 _NORMAL_GRID: Final = tuple(i / 100 for i in range(-800, 801))  # standard deviations

@@ -54,6 +54,8 @@ OPTIMIZERS: Final = (
     "adamw_torch_fused",
     "adamw_apex_fused",
     "adamw_anyprecision",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
     "adamw_8bit",
     "adamw_bnb_8bit",
     "paged_adamw_32bit",
@@ -69,7 +71,15 @@ OPTIMIZERS: Final = (
 )
 
 
+# TRL's of supervised fine-tuning (trainer/sft_config.py, with the alias of an earlier release).
+SFT_LOSSES: Final = ("nll", "dft", "chunked_nll")
+
 TWO_AUTOCASTS: Final = "bf16 and fp16 are both true; autocast has one type, set one of them"
+
+
+def is_fine_tuning_loss(name: object) -> bool:
+    """Whether a ``loss_type`` is one of supervised fine-tuning; transformers' own are named after their model's head."""
+    return isinstance(name, str) and (name in SFT_LOSSES or name.startswith("For"))
 
 
 class Record(BaseModel):
@@ -427,6 +437,16 @@ class Job(Record):
     def _known_optimizer(cls, value: str | None) -> str | None:
         if value is not None and value not in OPTIMIZERS:
             raise UnknownNameError("optimizer", value, OPTIMIZERS)
+        return value
+
+    @field_validator("loss_type")
+    @classmethod
+    def _modelled_loss(cls, value: str | None) -> str | None:
+        if value is not None and not is_fine_tuning_loss(value):
+            raise ValueError(
+                f"{shown(value)} is no loss of supervised fine-tuning, and other training is not modelled (DPO, GRPO, ...); "
+                f"use {', '.join(SFT_LOSSES)} or transformers' ForCausalLM"
+            )
         return value
 
     @field_validator("usd_per_gpu_hour")

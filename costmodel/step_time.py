@@ -21,8 +21,9 @@ from costmodel.device_rates import compute_dtype, matmul_ceiling
 from costmodel.device_time import PASSES, DeviceSums, add_device_seconds, expert_passes, expert_rows
 from costmodel.expert_load import ExpertLoad
 from costmodel.model_spec import ModelSpec
+from costmodel.operators import Operators, operators
 from costmodel.specs import GpuSpec, ProbedRates
-from costmodel.workload import Batch, Operators, operators
+from costmodel.workload import Batch
 
 
 class Factors(TypedDict, total=False):

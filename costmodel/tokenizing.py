@@ -41,7 +41,7 @@ class CharacterCounter:
 
     name: str | None = None
     fingerprint = f"characters {CHARACTERS_PER_TOKEN} {TEMPLATE_TOKENS_PER_TURN}"
-    num_template_failures = 0
+    num_template_failures = num_without_template = 0
 
     def count(self, samples: Sequence[Sample]) -> list[Count]:
         return [self._count(sample) for sample in samples]
@@ -102,7 +102,7 @@ class TokenizerCounter:
         self._template = _compiled(source, folder) if source else None
         self._tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         self.name = path
-        self.num_template_failures = 0
+        self.num_template_failures = self.num_without_template = 0
         self.fingerprint = hashlib.sha256(data + (source or "").encode() + json.dumps(self._tokens).encode()).hexdigest()
 
     def count(self, samples: Sequence[Sample]) -> list[Count]:
@@ -143,7 +143,10 @@ class TokenizerCounter:
 
     def _render(self, sample: Sample) -> str | None:
         """The chat as the template writes it; ``None`` without a template, and for a chat that it refuses."""
-        if self._template is None or sample.messages is None:
+        if sample.messages is None:
+            return None
+        if self._template is None:
+            self.num_without_template += 1
             return None
         try:
             return str(

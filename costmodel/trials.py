@@ -11,7 +11,7 @@ from costmodel.answer import Estimate
 from costmodel.candidates import FITTING_VERDICTS, UNPRICED, as_job_field
 from costmodel.errors import CostModelError
 from costmodel.estimation import estimate
-from costmodel.lengths import distribution
+from costmodel.length_distribution import distribution
 from costmodel.specs import GpuSpec, Job, Lengths
 
 # Two settings whose times differ by less are the same to this model: then the one that changes less is taken.
@@ -24,7 +24,9 @@ def with_counted_lengths(job: Job) -> Job:
     if job.lengths is None or job.lengths.histogram is not None or job.lengths.fixed is not None:
         return job
     counted = distribution(job.lengths, sys.maxsize)
-    histogram = dict(zip(counted.lengths, counted.shares, strict=True))
+    shares = zip(counted.lengths, counted.shares, strict=True)
+    number = counted.num_samples  # of the samples, where they are known one by one: counts stay counts
+    histogram = {length: float(round(number * share)) if number else share for length, share in shares}
     return job.model_copy(update={"lengths": Lengths(histogram=histogram)})
 
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from costmodel import constants as c
 from costmodel.data_files import read_table
-from costmodel.defaults import READ_STACKS, ResolvedJob, is_not_modelled
+from costmodel.defaults import ResolvedJob
+from costmodel.framework_defaults import READ_STACKS, is_not_modelled
 from costmodel.memory import MemoryBreakdown, job_class
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec

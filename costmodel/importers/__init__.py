@@ -45,6 +45,12 @@ def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
             return "checkpoint"
         config = read_mapping(path)
     keys = set(config)
+    if unread := _unread_tool(config):
+        tool, framework = unread
+        raise CostModelError(
+            f"a configuration of {tool} is not read: give its values as flags or as a job file, with framework {framework} "
+            f"(ftcost estimate -m MODEL --method qlora -b 2 --seq-len 2048 --framework {framework} ...)"
+        )
     if wandb_config.is_wrapped(config):
         return "wandb"
     if "base_model" in keys or (len(keys & axolotl.MARKERS) >= 2 and not keys & {"model_name_or_path", "model"}):
@@ -65,6 +71,21 @@ def recognise(config: Mapping[str, Any] | str | os.PathLike[str]) -> str:
         f"no known configuration has these keys: {', '.join(map(short, sorted(keys)[:8]))}; {hint}known are job files, "
         "Axolotl, LLaMA-Factory, TRL and TrainingArguments, W&B run configs, checkpoint folders and recorded runs"
     )
+
+
+def _unread_tool(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A tool whose file is known by its keys and not read, and the framework whose defaults are the nearest to its own.
+
+    Some keys are those of tools that are read (AutoTrain's ``base_model``, litgpt's ``precision``), so that most of the file
+    would be passed over.
+    """
+    if any(isinstance(value, Mapping) and "_component_" in value for value in config.values()):
+        return "torchtune", "torchtune"
+    if "checkpoint_dir" in config and isinstance(config.get("train"), Mapping):
+        return "litgpt", "litgpt"
+    if "task" in config and isinstance(config.get("params"), Mapping):
+        return "AutoTrain", "trl"
+    return None
 
 
 def import_config(path: str | os.PathLike[str]) -> ImportedJob:
@@ -97,7 +118,14 @@ def import_mapping(config: Mapping[str, Any], where: str = "the configuration") 
         tool="job",
         tool_version="",
         where=where,
-        fields=fields,
+        read_fields=fields,
         origins={name: Origin("file", f"{name} in {where}") for name in fields},
         understood=tuple(fields),
+        tied=ties_of_job(fields),
     )
+
+
+def ties_of_job(fields: Mapping[str, Any]) -> dict[str, str]:
+    """:attr:`ImportedJob.tied` of a job file."""
+    is_of_gpu = fields.get("gpu") is not None and fields.get("usd_per_gpu_hour") is not None
+    return {"usd_per_gpu_hour": "gpu"} if is_of_gpu else {}

@@ -534,6 +534,10 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     _sharding(reader)
     strategy = str(reader.value("excess_length_strategy") or "drop").lower()
     datasets = reader.value("datasets", "pretraining_dataset")
+    for each in datasets if isinstance(datasets, list) else []:
+        split = each.get("split") if isinstance(each, Mapping) else None
+        if isinstance(split, str) and "[" in split:
+            reader.warn(f"datasets: split {short(split)} takes a part of its data: give num_samples of that part")
     val_size = reader.number("val_set_size")
     return reader.finish(
         harmless=HARMLESS,

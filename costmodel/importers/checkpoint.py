@@ -124,7 +124,7 @@ def read(folder: str) -> ImportedJob:
         tool="checkpoint",
         tool_version="",
         where=folder,
-        fields=fields,
+        read_fields=fields,
         origins=origins,
         understood=tuple(understood),
         harmless=tuple(harmless),

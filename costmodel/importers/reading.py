@@ -40,7 +40,9 @@ _NOT_FINE_TUNING: Final[Mapping[str, str]] = {
     "IPO": f"{_PAIRS}, and a reference model reads them too",
     "SimPO": _PAIRS,
     "ORPO": _PAIRS,
+    "CPO": _PAIRS,
     "KTO": "a reference model reads each batch too",
+    "distillation": "a teacher model reads each batch too, and may write it",
     "PPO": f"{_DRAWS}, with a reference and a reward model",
     "GRPO": _DRAWS,
     "RLOO": _DRAWS,
@@ -60,7 +62,7 @@ class Origin:
 class ImportedJob:
     """A job as another tool's configuration describes it, with every key accounted for.
 
-    ``fields`` are those of :class:`costmodel.specs.Job`; ``origins`` says for each where it came from. ``unknown`` keys
+    ``read_fields`` are those of :class:`costmodel.specs.Job`; ``origins`` says for each where it came from. ``unknown`` keys
     were not used. ``max_samples`` (for each of ``num_datasets``), ``eval_split`` (a share below 1, or samples),
     ``drops_long_samples`` and ``loss_on`` say what the tool would do with a data set; they wait for one to be counted.
     ``unmodelled``: why the run that the file describes is not priced, with the way out; "" where it is a fine-tuning.
@@ -70,7 +72,7 @@ class ImportedJob:
     tool: str
     tool_version: str
     where: str
-    fields: dict[str, Any]
+    read_fields: dict[str, Any]
     origins: dict[str, Origin]
     understood: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
@@ -90,9 +92,14 @@ class ImportedJob:
             raise CostModelError(self.unmodelled)
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """The job's fields, to be priced with others on top. Raises :class:`CostModelError` where it is not modelled."""
+        self.require_modelled()
+        return self.read_fields
+
+    @property
     def job(self) -> Job:
         """The job. Raises :class:`CostModelError` where it is not modelled, names no model or contradicts itself."""
-        self.require_modelled()
         if "model" not in self.fields:
             raise CostModelError(f"{self.where} names no model; give one (--model, or the field model)")
         return parse_job(self.fields)
@@ -283,7 +290,7 @@ class ConfigReader:
             tool=self.tool,
             tool_version=self.tool_version,
             where=self.where,
-            fields=self.fields,
+            read_fields=self.fields,
             origins=self.origins,
             understood=tuple(understood),
             harmless=tuple(without_cost),
@@ -494,8 +501,8 @@ _SAME_OPTIMIZER: Final = {
     "adamw_torch_xla": "adamw_torch_fused",
     "adamw_torch_npu_fused": "adamw_torch_fused",
     "adamw_bnb": "adamw_bnb_8bit",
-    "adamw_torch_8bit": "adamw_8bit",
-    "ao_adamw_8bit": "adamw_8bit",
+    "ao_adamw_8bit": "adamw_torch_8bit",
+    "ao_adamw_4bit": "adamw_torch_4bit",
     "paged_adamw": "paged_adamw_32bit",
     "lion": "lion_32bit",
     "lion_pytorch": "lion_32bit",

@@ -96,7 +96,7 @@ def read(path: str) -> ImportedJob:
         tool="run record",
         tool_version="",
         where=path,
-        fields=fields,
+        read_fields=fields,
         origins=origins,
         understood=tuple(name for name in job if name in known),
         unknown=tuple(name for name in job if name not in known),

@@ -25,6 +25,7 @@ from costmodel.importers.reading import (
     zero_stage,
 )
 from costmodel.importers.training_arguments import read_training_arguments
+from costmodel.specs import is_fine_tuning_loss
 
 TRL_VERSION: Final = "1.16"
 TRANSFORMERS_VERSION: Final = "5.24"
@@ -207,6 +208,17 @@ _OTHER_TRAININGS: Final[dict[str, tuple[str, ...]]] = {
         "vllm_mode",
         "vllm_gpu_memory_utilization",
     ),
+    "distillation": (
+        "teacher_model_name_or_path",
+        "teacher_model_server_url",
+        "teacher_server_urls",
+        "teacher_model_kind",
+        "lmbda",
+        "seq_kd",
+        "distillation_mode",
+    ),
+    "CPO": ("cpo_alpha",),
+    "SimPO": ("simpo_gamma",),
     "KTO": ("desirable_weight", "undesirable_weight"),
     "PPO": ("reward_model_path",),
     "reward modelling": ("center_rewards_coefficient",),
@@ -227,13 +239,15 @@ _OTHER_TRAININGS: Final[dict[str, tuple[str, ...]]] = {
         "precompute_ref_batch_size",
         "max_prompt_length",
         "max_completion_length",
+        "max_new_tokens",
+        "missing_eos_penalty",
+        "tpo_alpha",
         "disable_dropout",
     ),
 }
 OTHER_TRAINING_KEYS: Final = frozenset(key for keys in _OTHER_TRAININGS.values() for key in keys)
-# sft_config.py: loss_type, with the alias of an earlier release; transformers' own names are ForCausalLM and its like. Other
-# names, and lists of losses, are of other trainers (dpo_config.py, kto_config.py, grpo_config.py).
-_SFT_LOSSES: Final = ("nll", "dft", "chunked_nll")
+# Losses that are none of fine-tuning, and lists of losses, are of other trainers (dpo_config.py, kto_config.py,
+# grpo_config.py).
 _LOSSES: Final = {
     **dict.fromkeys(("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"), "DPO"),
     **dict.fromkeys(("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm"), "DPO"),
@@ -288,7 +302,7 @@ def _training(reader: ConfigReader) -> None:
     found = {name: [key for key in keys if is_on(reader.value(key))] for name, keys in _OTHER_TRAININGS.items()}
     loss_type = reader.value("loss_type")
     first = loss_type[0] if isinstance(loss_type, list) and loss_type else loss_type
-    if loss_type is not None and loss_type not in _SFT_LOSSES and not str(first).startswith("For"):
+    if loss_type is not None and not is_fine_tuning_loss(loss_type):
         found[_LOSSES.get(str(first), "preferences or rewards")].append("loss_type")
     if any(found.values()):
         keys = ", ".join(key for listed in found.values() for key in listed)
@@ -404,7 +418,7 @@ def _data(reader: ConfigReader, is_trl: bool) -> None:
     if multiple is not None and multiple != "auto":
         reader.set("pad_to_multiple_of", multiple, "pad_to_multiple_of")
     loss_type = reader.value("loss_type")
-    if isinstance(loss_type, str):
+    if is_fine_tuning_loss(loss_type):
         reader.set("loss_type", "nll" if loss_type == "chunked_nll" else loss_type, "loss_type")
     reader.set("activation_offloading", reader.flag("activation_offloading"), "activation_offloading")
 

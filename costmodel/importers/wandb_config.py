@@ -56,7 +56,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     model, arguments = _split(flat)
     read_arguments = llamafactory.read if "finetuning_type" in arguments else trl.read
     imported = read_arguments(arguments, where)
-    fields, origins, warnings = dict(imported.fields), dict(imported.origins), list(imported.warnings)
+    fields, origins, warnings = dict(imported.read_fields), dict(imported.origins), list(imported.warnings)
 
     def set_field(field: str, value: Any, key: str) -> None:
         if value is not None:
@@ -92,7 +92,7 @@ def read(config: Mapping[str, Any], where: str) -> ImportedJob:
     return replace(
         imported,
         tool="wandb",
-        fields=fields,
+        read_fields=fields,
         origins=origins,
         understood=(*imported.understood, *model, *(["peft_config"] if adapter is not None else [])),
         harmless=(*imported.harmless, *own),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from costmodel.answer import Estimate
 from costmodel.capacity import expected_step_that_does_not_fit, largest_that_fits, share_of_batches_that_fit
 from costmodel.estimation import estimate
 from costmodel.hf_config import model_spec_from_config
-from costmodel.lengths import LengthDistribution
+from costmodel.length_distribution import LengthDistribution
 from costmodel.model_catalog import find_model_config
 
 
@@ -145,6 +146,62 @@ def test_a_sliding_window_is_a_mask_from_the_row_that_reaches_it_on(model: str) 
     capacity = needs(256).memory.capacity_bytes
     assert capacity is not None
     assert needs(longest).memory.peak_device_bytes <= capacity < needs(longest + 1).memory.peak_device_bytes
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("longest_document", [300, 1024])
+def test_the_mask_of_a_packed_row_is_counted_whatever_its_longest_document(attention: str, longest_document: int) -> None:
+    """One document may fill a row and needs no mask; others do, at the longest row that fits as well."""
+    job = {"model": "Qwen/Qwen2.5-0.5B", "gpu": "A100-SXM4-80GB", "method": "lora", "dtype": "bfloat16", "bf16": True}
+    job |= {"packing": True, "per_device_train_batch_size": 1, "attn_implementation": attention}
+    job |= {"lengths": {"histogram": {"100": 9, str(longest_document): 1}}, "gradient_checkpointing": True}
+
+    def at(row: int, **changed: Any) -> Estimate:
+        return estimate({**job, "max_length": row, **changed})
+
+    masked, shorter = at(1024), at(1024, lengths={"histogram": {"100": 9, "300": 1}})
+    assert masked.memory.peak_allocated_bytes == shorter.memory.peak_allocated_bytes
+    assert masked.memory.peak_allocated_bytes == at(1024, lengths=None).memory.peak_allocated_bytes
+    longest = masked.max_length_that_fits
+    assert longest
+    assert at(longest).verdict != "does_not_fit"
+    assert at(longest + 1).verdict == "does_not_fit"
+    alone = at(1024, lengths={"fixed": 1024})
+    bytes_a_pair = {"sdpa": 1, "eager": 2, "flash_attention_2": 0}[attention]
+    mask = masked.memory.peak_allocated_bytes - alone.memory.peak_allocated_bytes
+    assert mask == pytest.approx(bytes_a_pair * 1024**2, abs=64)
+
+
+def test_documents_that_nothing_cuts_stay_as_long_in_longer_rows() -> None:
+    """Unsloth keeps the documents of a row apart: a longer row holds more of them, and none attends further."""
+    job = {"model": "mistralai/Mistral-7B-v0.1", "gpu": "H100 NVL", "method": "lora", "framework": "unsloth"}
+    job |= {"packing": True, "per_device_train_batch_size": 1, "lengths": {"values": [100, 400, 1024]}}
+    longest = estimate(job, max_length=1024).max_length_that_fits
+    assert longest
+    assert estimate(job, max_length=longest).verdict != "does_not_fit"
+    assert estimate(job, max_length=longest + 1).verdict == "does_not_fit"
+
+
+@pytest.mark.parametrize("max_length", [256, 2048])
+def test_unsloths_longest_row_fits_with_the_offloading_that_comes_with_it(max_length: int) -> None:
+    """It keeps the inputs of the layers on the host from 512 tokens on, and on the card below."""
+    job = {"model": "EleutherAI/gpt-neox-20b", "gpu": "P100-PCIE-16GB", "method": "qlora", "framework": "unsloth"}
+    job |= {"per_device_train_batch_size": 16, "lora_target_modules": "all-linear"}
+    longest = estimate(job, max_length=max_length).max_length_that_fits
+    assert longest
+    assert longest < 512
+    assert estimate(job, max_length=longest).verdict != "does_not_fit"
+    assert estimate(job, max_length=longest + 1).verdict == "does_not_fit"
+
+
+def test_litgpts_largest_batch_fits_with_the_accumulation_that_comes_with_it() -> None:
+    """A batch of 16 takes one to a step, a smaller one several, whose gradients are held meanwhile."""
+    job = {"model": "google/gemma-4-E4B-it", "gpu": "MI300X", "method": "full", "framework": "litgpt", "max_length": 1024}
+    asked = estimate(job, per_device_train_batch_size=16)
+    assert asked.job["gradient_accumulation_steps"] == 1
+    assert asked.max_batch_size
+    assert estimate(job, per_device_train_batch_size=asked.max_batch_size).verdict != "does_not_fit"
+    assert estimate(job, per_device_train_batch_size=asked.max_batch_size + 1).verdict == "does_not_fit"
 
 
 def test_an_evaluation_of_several_rows_is_padded_whatever_the_training_batch() -> None:

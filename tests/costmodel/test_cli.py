@@ -570,7 +570,7 @@ def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert [gpu["name"] for gpu in found] == ["A40", "RTX A4000"]
     assert found[0]["memory_bytes"] == 46_068 * 2**20
     assert cli.run(["gpus"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 65 + 2
+    assert len(capsys.readouterr().out.splitlines()) == 83 + 2
 
 
 def test_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -804,6 +804,50 @@ def test_a_spot_run_that_does_not_get_on_is_over_any_limit(
     assert cli.run(["estimate", str(path), "--json", *interrupted, *limit]) == (4 if limit else 0)
     out, err = capsys.readouterr()
     assert json.loads(out)["spot"]["expected_usd"] is None
-    assert ("no bound" in err) == bool(limit)
+    assert ("does not get on" in err) == bool(limit)
     assert cli.run(["estimate", str(path), *interrupted]) == 0
-    assert "no bound: interruptions come before" in " ".join(capsys.readouterr().out.split())
+    assert "the run does not get on: interruptions come before the next checkpoint" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+OWN_PRICE = {"model": "Qwen/Qwen2.5-0.5B", "gpu": "L4", "method": "lora", "max_length": 512, "lengths": {"fixed": 300}}
+OWN_PRICE |= {"num_samples": 100, "max_steps": 50, "usd_per_gpu_hour": 0.75}
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_the_price_of_a_job_file_is_that_of_its_own_gpu(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As compare has it: a price says nothing of another card."""
+    path = tmp_path / f"job{suffix}"
+    path.write_text(json.dumps(OWN_PRICE))
+
+    def answered(*flags: str) -> dict[str, Any]:
+        assert cli.run(["estimate", str(path), *flags, *(["--json"] if suffix == ".json" else [])]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    other = answered("-g", "H100 SXM")
+    assert (other["price"], other["total_usd"]) == (None, None)
+    assert "$0.75 for a GPU-hour, is of its own GPU and not used for another" in other["warnings"][0]
+    for flags in ([], ["-g", "NVIDIA L4"], ["-g", "H100 SXM", "--usd-per-gpu-hour", "0.75"]):
+        kept = answered(*flags)
+        assert kept["price"]["usd_per_gpu_hour"] == 0.75
+        assert not [warning for warning in kept["warnings"] if "its own GPU" in warning]
+    looked_up = answered("-g", "H100 SXM", "--cloud", "runpod")
+    assert looked_up["price"]["cloud"] == "RunPod"
+    assert not [warning for warning in looked_up["warnings"] if "its own GPU" in warning]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_epochs_that_are_asked_for_are_not_beaten_by_a_files_max_steps(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"job{suffix}"
+    path.write_text(json.dumps(OWN_PRICE))
+    for flags, num_steps in (([], 50), (["--epochs", "2"], 26), (["--epochs", "2", "--max-steps", "7"], 7)):
+        assert cli.run(["estimate", str(path), *flags, *(["--json"] if suffix == ".json" else [])]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["num_steps"] == num_steps
+        said = [warning for warning in answer["warnings"] if "is not used beside --num-train-epochs" in warning]
+        assert len(said) == (flags == ["--epochs", "2"])

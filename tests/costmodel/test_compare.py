@@ -10,7 +10,7 @@ import pytest
 import yaml
 from sample_answer import LLAMA, StandInEstimate, StandInEstimator, answer, estimate_with
 
-from costmodel import comparison_tables, tables
+from costmodel import comparison_tables, formats, tables
 from costmodel.comparison import compare
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.gpu_catalog import find_gpu, list_gpus
@@ -208,7 +208,7 @@ def test_spot_with_interruptions_is_ranked_by_what_is_expected() -> None:
     assert plain.total_seconds is not None
     assert interrupted.total_usd == pytest.approx(plain.total_usd * interrupted.total_seconds / plain.total_seconds)
     lost = interrupted.spot.num_interruptions * (interrupted.spot.save_interval_seconds / 2 + 600)
-    assert interrupted.total_seconds == pytest.approx(plain.total_seconds + lost)
+    assert interrupted.total_seconds == pytest.approx(plain.total_seconds + lost, rel=0.02)  # where they are rare
 
 
 def _table_lines(table: tables.Table) -> list[str]:
@@ -326,6 +326,40 @@ def test_an_order_that_is_not_known_is_not_claimed() -> None:
     ):
         table = comparison_tables.comparison_table(compare({**job, **fields}, gpus=["A40", "L40S"]))
         assert table.title.startswith(title)
+
+
+def test_a_card_without_a_rate_for_the_type_is_named_in_the_title() -> None:
+    job: dict[str, Any] = {
+        "model": "meta-llama/Llama-3.2-1B",
+        "method": "lora",
+        "max_length": 256,
+        "lengths": {"fixed": 256},
+    }
+    job |= {"num_samples": 100, "num_train_epochs": 1}
+    said = "unknown: no rate for bfloat16, which this job computes in, is known of T4"
+    for types, expected in (({"bf16": True}, True), ({"fp16": True}, False)):
+        title = comparison_tables.comparison_table(compare({**job, **types}, gpus=["L40S", "T4"])).title
+        assert (said in title.splitlines()) is expected
+
+
+def test_what_a_notebook_shows_of_a_search_is_a_line_for_each_candidate() -> None:
+    job: dict[str, Any] = {
+        "model": "meta-llama/Llama-3.2-1B",
+        "method": "lora",
+        "max_length": 256,
+        "lengths": {"fixed": 256},
+    }
+    job |= {"num_samples": 10_000, "num_train_epochs": 1, "bf16": True}
+    found = compare(job, gpus=["L40S", "T4"])
+    shown = repr(found[0])
+    assert shown.startswith("<Candidate 1 x L40S at RunPod on_demand: fits, ")
+    assert shown.endswith(f", {formats.format_usd(found[0].total_usd)}>")
+    assert len(max(map(repr, found), key=len)) < 300
+    best = optimize(job, gpus=["L40S"])
+    lines = repr(best).splitlines()
+    assert lines[0] == "<OptimizeResult"
+    assert lines[2].startswith("best: <Candidate 1 x L40S at RunPod on_demand: fits, ")
+    assert len(lines) == 3 + len(best.changes) + len(best.others)
 
 
 def test_a_job_is_given_as_estimate_takes_it() -> None:

@@ -28,6 +28,7 @@ from costmodel.dataset import (
 )
 from costmodel.defaults import resolve
 from costmodel.errors import CostModelError, MissingExtraError
+from costmodel.estimation import estimate
 from costmodel.explain import length_picture
 from costmodel.hf_config import model_spec_from_config
 from costmodel.importers import import_mapping
@@ -106,6 +107,10 @@ def test_chat_without_a_template_has_the_usual_frame(tmp_path: Path) -> None:
     found = read_dataset(_json_lines(tmp_path / "d.jsonl", [{"messages": CHAT}]), _tokenizer(tmp_path / "t"))
     assert found.histogram == {3 + 2 + 2 * 5: 1}
     assert found.supervised_fraction == 3 / 15
+    (said,) = found.warnings
+    assert "has no chat template: chats are counted turn by turn, with 5 tokens a turn" in said
+    assert read_dataset(tmp_path / "d.jsonl", tmp_path / "t").warnings == (said,)  # from the cache
+    assert read_dataset(_json_lines(tmp_path / "p.jsonl", ROWS), tmp_path / "t").warnings == ()
 
 
 ROWS = [{"prompt": "a b ", "completion": "c"}, {"prompt": "a ", "completion": "b c d e"}]
@@ -417,6 +422,22 @@ def test_fields_of_a_data_set() -> None:
     assert "num_samples" not in dataset_fields(DATASET, {"num_samples": 7})
 
 
+@pytest.mark.parametrize(
+    ("framework", "limit"),
+    [("trl", 1024), ("unsloth", 2048), ("llamafactory", 2048), ("axolotl", 512), ("transformers", 5000), (None, 5000)],
+)
+def test_a_framework_that_cuts_by_itself_cuts_a_counted_data_set_too(
+    framework: str | None, limit: int, tmp_path: Path
+) -> None:
+    """TRL cuts at 1,024 where nothing is said: a sample of 5,000 tokens is no reason to need the memory for it."""
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"input_ids": [1] * n}) + "\n" for n in (100, 5000)))
+    fields = {"framework": framework} if framework else {}
+    fields = fields | dataset_fields(read_dataset(str(tmp_path / "long.jsonl")), fields)
+    answer = estimate(model="meta-llama/Llama-3.2-1B", method="lora", **fields)
+    assert answer.job["max_length"] == limit
+    assert any("are cut there" in warning for warning in answer.warnings) is (limit < 5000)
+
+
 def test_axolotl_drops_long_samples_and_holds_some_out() -> None:
     imported = import_mapping({"base_model": "m", "sequence_len": 20, "val_set_size": 0.1, "eval_steps": 5})
     assert dataset_fields(DATASET, imported.fields, imported) == {
@@ -497,6 +518,29 @@ def test_estimate_with_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[
     estimated = json.loads(capsys.readouterr().out)
     assert estimated["dataset"]["lengths_are_estimated"] is True
     assert estimated["warnings"][0].startswith("lengths are estimated from characters")
+
+
+def test_a_counted_data_set_beats_what_a_job_file_says_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _json_lines(tmp_path / "d.jsonl", [{"prompt": "w" * 36, "completion": "w" * 36}] * 3)
+    job = {"model": "meta-llama/Llama-2-7b-hf", "gpu": "A40", "method": "lora", "max_length": 512, "framework": "trl"}
+    job |= {"num_samples": 15_000, "supervised_fraction": 0.9, "lengths": {"fixed": 300}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+
+    def answered(*flags: str) -> dict[str, Any]:
+        assert cli.run(["estimate", "job.json", "--dataset", "d.jsonl", "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    counted = answered()
+    assert (counted["job"]["num_samples"], counted["num_steps"]) == (3, 3)
+    assert counted["job"]["supervised_fraction"] == pytest.approx(0.5, abs=0.06)  # the completions
+    said = [warning for warning in counted["warnings"] if warning.startswith("num_samples")]
+    assert said == ["num_samples 15000 of job.json is not used: d.jsonl gives 3; to keep it, give --num-samples"]
+    kept = answered("--num-samples", "15000", "--supervised-fraction", "0.9")
+    assert (kept["job"]["num_samples"], kept["job"]["supervised_fraction"]) == (15_000, 0.9)
+    assert not [warning for warning in kept["warnings"] if warning.startswith("num_samples")]
 
 
 def test_compare_and_optimize_count_a_data_set_as_estimate_does(

@@ -355,6 +355,16 @@ def test_evaluation_samples_are_packed_like_training_samples() -> None:
     assert packed.eval_seconds == pytest.approx(padded.eval_seconds, rel=0.5)
 
 
+def test_evaluation_samples_are_packed_among_themselves() -> None:
+    """One training sample fills no row; the eighty of the evaluation do, ten to a row of 1,024."""
+    job = {**DENSE_JOB, "packing": True, "max_length": 1024, "lengths": {"fixed": 100}, "max_steps": 1}
+    job |= {"eval_strategy": "epoch", "num_eval_samples": 80, "per_device_eval_batch_size": 2}
+    few, many = (estimate(job, num_samples=number, num_train_epochs=1) for number in (1, 10_000))
+    once = estimate(job, num_samples=1, num_eval_samples=20)  # one batch of two rows
+    assert few.eval_seconds == pytest.approx(many.eval_seconds)
+    assert few.eval_seconds == pytest.approx(4 * once.eval_seconds)
+
+
 def test_float32_weights_that_nobody_asked_for_are_said() -> None:
     answer = estimate(model="Qwen/Qwen3-8B", gpu="H100 SXM", method="lora", framework="trl")
     assert answer.job["dtype"] == "float32"

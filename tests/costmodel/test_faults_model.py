@@ -13,7 +13,8 @@ from costmodel.constants import ALLOCATOR_OVERHEAD
 from costmodel.cost import run_time, schedule
 from costmodel.defaults import resolve
 from costmodel.hf_config import model_spec_from_config
-from costmodel.lengths import batch_tokens, distribution
+from costmodel.length_distribution import distribution
+from costmodel.lengths import batch_tokens
 from costmodel.memory import peak_memory
 from costmodel.model_catalog import find_model_config
 from costmodel.sharding import Sharding, read_sharding
@@ -339,16 +340,18 @@ def test_a_head_narrower_than_one_is_refused_in_every_family_that_divides() -> N
             "unsloth 2026.10.9 over transformers 5.24 (for unsloth 2026.1.2)",
         ),
         ({"framework": "torchtune"}, "transformers 5.24 (for torchtune)"),
-        ({"framework": "axolotl"}, "transformers 5.24 (for axolotl)"),
-        ({"framework": "axolotl", "framework_version": "0.19.0"}, "axolotl 0.19.0"),
+        ({"framework": "axolotl"}, "axolotl 0.19.0 over transformers 5.24"),
+        ({"framework": "axolotl", "framework_version": "0.13.2"}, "axolotl 0.19.0 over transformers 4 (for axolotl 0.13.2)"),
+        ({"framework": "other", "framework_version": "0.1"}, "transformers 5.24 (for other 0.1)"),
         ({"framework": "trl"}, "trl 1.16"),
     ],
 )
 def test_no_version_is_named_that_was_not_read(fields: dict[str, Any], source: str) -> None:
     answer = estimate({**LORA_JOB, **fields})
     assert answer.defaults_of == source
+    named = source.split()[:2]
     assert answer.job.get("framework_version") == (
-        fields.get("framework_version") or ("1.16" if source == "trl 1.16" else None)
+        fields.get("framework_version") or (named[1] if named[0] == fields["framework"] else None)
     )
     assert estimate(answer.job).defaults_of == source
 

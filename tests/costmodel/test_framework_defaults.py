@@ -102,6 +102,31 @@ def test_llamafactory_by_hand_is_llamafactory_from_its_file(method: str, tmp_pat
     assert {name for name in by_hand if by_hand[name] != from_file.get(name)} == set()
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("model", [LLAMA, "mistralai/Mixtral-8x7B-v0.1"])
+def test_axolotl_by_hand_is_axolotl_from_its_file(model: str, method: str, packing: bool, tmp_path: Any) -> None:
+    text = f"base_model: {model}\n" + ("sample_packing: true\n" if packing else "")
+    text += "" if method == "full" else f"adapter: {method}\nlora_target_modules: [q_proj, v_proj]\n"
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(text)
+    from_file = estimate(import_config(path).job).job
+    targets = {} if method == "full" else {"lora_target_modules": ["q_proj", "v_proj"]}
+    by_hand = estimate(model=model, method=method, packing=packing, framework="axolotl", **targets).job
+    assert {name for name in by_hand if by_hand[name] != from_file.get(name)} == set()
+    assert by_hand["save_strategy"] == "epoch"
+
+
+def test_axolotl_computes_in_what_the_card_has() -> None:
+    fields: dict[str, Any] = {"model": "meta-llama/Llama-3.2-3B", "method": "lora", "framework": "axolotl"}
+    kinds = {gpu: estimate(fields, gpu=gpu).job for gpu in ("T4", "L4")}
+    assert {gpu: (job["dtype"], job["fp16"], job["bf16"]) for gpu, job in kinds.items()} == {
+        "T4": ("float16", True, False),
+        "L4": ("bfloat16", False, True),
+    }
+    assert estimate(fields, gpu="L4", bf16=False).job["dtype"] == "float32"
+
+
 def test_llamafactory_fits_the_card_it_is_measured_on() -> None:
     """Its benchmark with Unsloth: Llama-2-7B, bf16 LoRA r 8, batch 4, 1,024 tokens took 17 GB with FlashAttention 2.
 
@@ -132,6 +157,48 @@ def test_unsloth_checkpoints_and_lifts_nothing() -> None:
     assert resolved(framework="unsloth", method="qlora", fp16=True).dtype == "float16"
 
 
+def test_unsloth_fuses_the_loss_and_offloads_long_rows() -> None:
+    """models/llama.py: unsloth_fused_ce_loss; models/_utils.py: "unsloth" checkpointing offloads from 512 tokens on."""
+    job = resolved(framework="unsloth", method="qlora")
+    assert (job.fused_loss, job.activation_offloading) == ("fused", True)
+    assert not resolved(framework="unsloth", method="qlora", max_length=511).activation_offloading
+    assert not resolved(framework="unsloth", method="qlora", gradient_checkpointing=False).activation_offloading
+    for framework in ("transformers", "llamafactory", "litgpt"):
+        plain = resolved(framework=framework, method="qlora", max_length=2048)
+        assert (plain.fused_loss, plain.activation_offloading) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("gib", "length"), [(8, 2972), (12, 21_848), (16, 40_724), (24, 78_475), (40, 153_977), (48, 191_728), (80, 342_733)]
+)
+def test_unsloths_longest_contexts_are_inside_the_interval(gib: int, length: int) -> None:
+    """Its README, Llama 3.1 8B, QLoRA r 32 on all linears, one row (accuracy/data/unsloth_readme.csv, rows 035 to 047).
+
+    Without its own loss and its offloading the answer for 21,848 tokens was 55 GiB, and 28 at the low end.
+    """
+    memory = estimate(
+        model="meta-llama/Llama-3.1-8B",
+        framework="unsloth",
+        method="qlora",
+        lora_r=32,
+        per_device_train_batch_size=1,
+        max_length=length,
+        attn_implementation="flash_attention_2",
+    ).memory
+    assert memory.peak_device_bytes_low is not None
+    assert memory.peak_device_bytes_high is not None
+    assert memory.peak_device_bytes_low < gib * GIB < memory.peak_device_bytes_high
+
+
+def test_an_evaluation_under_unsloth_builds_no_logits() -> None:
+    fields = {"model": "meta-llama/Llama-3.1-8B", "framework": "unsloth", "method": "qlora", "per_device_eval_batch_size": 8}
+    fields |= {"per_device_train_batch_size": 1, "max_length": 2048, "eval_strategy": "epoch"}
+    logits = 10 * 8 * 2048 * 128_256
+    fused, stock = estimate(fields).memory, estimate(fields, fused_loss=None, framework="transformers", bf16=True).memory
+    assert fused.peak_device_bytes < 12 * GIB
+    assert stock.peak_device_bytes > logits
+
+
 def test_unsloth_computes_in_what_the_card_has() -> None:
     """Its notebooks on a free T4 name no type: models/rl.py turns fp16 on where the card has no bf16."""
     fields: dict[str, Any] = {"model": "meta-llama/Llama-3.2-3B", "method": "qlora", "framework": "unsloth"}
@@ -143,10 +210,20 @@ def test_unsloth_computes_in_what_the_card_has() -> None:
     assert estimate(fields, gpu="T4", bf16=True).step_seconds is None  # said
 
 
-@pytest.mark.parametrize("framework", ["llamafactory", "litgpt", "unsloth"])
+def test_litgpt_adapts_the_projection_that_a_family_has_fused() -> None:
+    """finetune/lora.py: lora_query and lora_value are parts of ``attn.qkv``, whatever peft knows of the family."""
+    fused = {"microsoft/Phi-3-mini-4k-instruct": "qkv_proj", "Qwen/Qwen-7B": "c_attn", "tiiuae/falcon-7b": "query_key_value"}
+    for model, name in fused.items():
+        assert resolved(framework="litgpt", model=model, method="lora").lora_target_modules == (name,)
+    for framework, who in (("torchtune", "none is known for phi3"), ("trl", "peft has no default for phi3")):
+        with pytest.raises(CostModelError, match=f"lora_target_modules is required: {who}"):
+            resolved(framework=framework, model="microsoft/Phi-3-mini-4k-instruct", method="lora")
+
+
+@pytest.mark.parametrize("framework", ["axolotl", "llamafactory", "litgpt", "unsloth"])
 def test_what_is_said_goes_before_the_frameworks_own(framework: str) -> None:
     said = {
-        "gradient_checkpointing": framework == "litgpt",
+        "gradient_checkpointing": framework in ("litgpt", "axolotl"),
         "prepare_model_for_kbit_training": True,
         "dtype": "float16",
         "lora_r": 3,
@@ -156,7 +233,9 @@ def test_what_is_said_goes_before_the_frameworks_own(framework: str) -> None:
         "optim": "sgd",
         "per_device_train_batch_size": 7,
         "gradient_accumulation_steps": 3,
-        "max_length": 77,
+        "max_length": 777,
+        "fused_loss": "chunked",
+        "activation_offloading": framework != "unsloth",
     }
     job = resolved(framework=framework, method="qlora", **said)
     assert {name: getattr(job, name) for name in said} == said

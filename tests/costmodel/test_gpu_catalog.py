@@ -82,7 +82,7 @@ def test_every_gpu_is_found_by_each_of_its_names() -> None:
     for gpu in list_gpus():
         assert find_gpu(gpu.name) == gpu
         for nvml_name in gpu.nvml_names:
-            if gpu.name in ("RTX 3060 12GB", "RTX 3080 10GB", "RTX 4060 Ti 16GB"):
+            if gpu.name in ("RTX 3060 12GB", "RTX 3080 10GB", "RTX 4060 Ti 16GB", "RTX 5060 Ti 16GB"):
                 continue  # NVML calls their sisters of another memory size the same
             assert find_gpu(nvml_name) == gpu
             assert find_gpu(nvml_name.replace(" ", "")) == gpu
@@ -91,18 +91,22 @@ def test_every_gpu_is_found_by_each_of_its_names() -> None:
 @pytest.mark.parametrize(
     ("typed", "other"),
     [
-        ("RTX 4070", "RTX 4070 Ti SUPER"),
-        ("RTX 4070 Ti", "RTX 4070 Ti SUPER"),
-        ("RTX 4070 SUPER", "RTX 4070 Ti SUPER"),
-        ("NVIDIA GeForce RTX 4060", "RTX 4060 Ti 16GB"),
-        ("RTX 5070", "RTX 5070 Ti"),
         ("RTX 2080", "RTX 2080 Ti"),
         ("Quadro 6000", "Quadro RTX 6000"),
+        ("RTX PRO 6000 Blackwell Q", "RTX PRO 6000 Blackwell Max-Q"),
     ],
 )
 def test_a_grade_that_is_left_out_is_never_filled_in(typed: str, other: str) -> None:
     with pytest.raises(UnknownNameError, match=f"{other} is another card; or describe it"):
         find_gpu(typed)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["RTX 4070", "RTX 4070 Ti", "RTX 4070 SUPER", "RTX 4070 Ti SUPER", "RTX 4060", "RTX 5070", "RTX 5070 Ti", "RTX 3080 Ti"],
+)
+def test_grades_of_one_number_are_cards_of_their_own(typed: str) -> None:
+    assert find_gpu(f"NVIDIA GeForce {typed}").name == find_gpu(typed).name == typed
 
 
 @pytest.mark.parametrize("typed", ["TITAN", "server", "10GB", "Max-Q", "HBM3e"])
@@ -116,6 +120,7 @@ def test_a_name_without_a_model_names_nothing(typed: str) -> None:
     [
         ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti 16GB"),
         ("NVIDIAGeForceRTX4060Ti", "RTX 4060 Ti 16GB"),
+        ("RTX 5060 Ti", "RTX 5060 Ti 16GB"),
         ("rtx 3060", "RTX 3060 12GB"),
         ("RTX 3080", "RTX 3080 10GB"),
     ],
@@ -171,3 +176,13 @@ def test_a_cache_that_no_sheet_says_is_that_of_its_generation() -> None:
     assert l2_cache_bytes(find_gpu("GH200 96GB")) == find_gpu("H100 SXM").l2_cache_bytes
     assert l2_cache_bytes(find_gpu("RTX A5000")) == 6 * 2**20  # not the 40 MiB of an A100, which is Ampere too
     assert l2_cache_bytes(find_gpu("MI300X")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "number"),
+    [("8xH100 SXM", "H100 SXM", 8), ("2x4090", "4090", 2), ("A40 x 4", "A40", 4), ("2 × L40S", "L40S", 2)],
+)
+def test_several_of_a_card_are_sent_to_num_gpus(name: str, one: str, number: int) -> None:
+    with pytest.raises(UnknownNameError, match=f"give gpu '{one}' and num_gpus {number} "):
+        find_gpu(name)
+    assert find_gpu(one)

@@ -65,7 +65,7 @@ def test_example_is_recognised_and_every_key_accounted_for(tool: str, text: str,
     num_keys = len({line.split(":")[0] for line in text.splitlines() if line and line[0] not in " #-"})
     assert len(imported.understood) + len(imported.harmless) == num_keys
     assert len({*imported.understood, *imported.harmless}) == num_keys
-    assert set(imported.origins) == set(imported.fields)
+    assert set(imported.origins) == set(imported.read_fields)
     if imported.unmodelled:
         with pytest.raises(CostModelError, match="training with DPO is not modelled"):
             _ = imported.job
@@ -77,7 +77,7 @@ def test_example_is_recognised_and_every_key_accounted_for(tool: str, text: str,
 @pytest.mark.parametrize(("tool", "text"), EVERY_EXAMPLE)
 def test_example_can_be_estimated(tool: str, text: str, tmp_path: Path) -> None:
     """Only what the file cannot know comes on top: the GPU, the lengths, and a model from the catalogue."""
-    fields = import_config(_write(tmp_path, "config.yaml", text)).fields
+    fields = import_config(_write(tmp_path, "config.yaml", text)).read_fields  # of the trainings that are refused, too
     answer = estimate({**fields, "model": "meta-llama/Llama-3.1-8B", "gpu": "A40", "lengths": {"mean": 300, "max": 900}})
     assert answer.memory.peak_device_bytes > 10**9
     assert answer.step_seconds is not None
@@ -319,7 +319,7 @@ def test_llamafactory_facts_for_a_data_set() -> None:
         pytest.param({"accelerate_config": "fsdp2", "num_processes": 2}, {"num_gpus": 2, "fsdp": "full_shard auto_wrap"}),
         pytest.param({"torch_compile_mode": "max-autotune"}, {"torch_compile": True}, id="a-mode-compiles"),
         pytest.param({"fsdp_config": {"min_num_params": 1}}, {"fsdp": None}, id="fsdp-config-alone-is-idle"),
-        pytest.param({"optim": "adamw_torch_8bit"}, {"optim": "adamw_8bit"}, id="same-states"),
+        pytest.param({"optim": "ao_adamw_8bit"}, {"optim": "adamw_torch_8bit"}, id="same-states"),
         pytest.param({"loss_type": "chunked_nll"}, {"loss_type": "nll"}, id="deprecated-alias"),
         pytest.param({"evaluation_strategy": False}, {"eval_strategy": "no"}, id="yaml-reads-no-as-false"),
     ],
@@ -406,6 +406,10 @@ _TRL = {"model_name_or_path": "m", "dataset_name": "d", "max_length": 512}
         pytest.param(_TRL, {"beta": 0.1, "desirable_weight": 1.0}, "KTO", "leave out desirable_weight, beta"),
         pytest.param(_TRL, {"num_generations": 8, "use_vllm": True}, "GRPO", "leave out num_generations, use_vllm"),
         pytest.param(_TRL, {"center_rewards_coefficient": 0.01}, "reward modelling", "leave out center_rewards"),
+        pytest.param(
+            _TRL, {"teacher_model_name_or_path": "t", "lmbda": 0.5}, "distillation", "leave out teacher_model_name"
+        ),
+        pytest.param(_TRL, {"cpo_alpha": 1.0}, "CPO", "leave out cpo_alpha"),
         pytest.param(_TRL, {"beta": 0.1}, "preferences or rewards", "leave out beta", id="trl-which-is-not-said"),
     ],
 )
@@ -417,6 +421,8 @@ def test_what_is_no_fine_tuning_is_read_and_not_priced(
     with pytest.raises(CostModelError) as refused:
         _ = imported.job
     said = str(refused.value)
+    with pytest.raises(CostModelError, match="is not modelled"):  # nor are its fields, handed to an estimate
+        estimate(imported.fields)
     assert said.startswith(f"my.yaml: training with {training} is not modelled (")
     assert "give its trainer an FTCostCallback" in said
     assert way_out in said
@@ -436,6 +442,14 @@ def test_a_fine_tuning_is_not_taken_for_another_training(keys: dict[str, Any]) -
     assert import_mapping({**_TRL, **keys}).job.model == "m"
     assert import_mapping({**_LLAMAFACTORY, "stage": "pt"}).job.packing is True
     assert import_mapping({**_AXOLOTL, "rl": "", "reward_model": False}).job.model == "m"
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "grpo", "dpo", ""])
+def test_a_loss_of_another_training_is_refused_in_a_job_as_in_a_file(loss_type: str) -> None:
+    job = {"model": "Qwen/Qwen2.5-0.5B", "max_length": 64, "framework": "trl"}
+    with pytest.raises(CostModelError, match=r"loss_type: '.*' is no loss of supervised fine-tuning.*DPO"):
+        estimate(job, loss_type=loss_type)
+    assert estimate(job, loss_type="ForCausalLM").num_params == 494_032_768
 
 
 @pytest.mark.parametrize("command", ["estimate", "compare", "optimize"])
@@ -531,6 +545,28 @@ def test_recognise(config: dict[str, Any], tool: str) -> None:
 def test_what_no_tool_knows_is_refused() -> None:
     with pytest.raises(CostModelError, match="no known configuration has these keys: apples, pears"):
         recognise({"pears": 1, "apples": 2})
+
+
+def test_axolotl_says_that_a_slice_of_a_data_set_is_trained_on() -> None:
+    config: dict[str, Any] = {"base_model": "Qwen/Qwen2.5-7B", "datasets": [{"path": "a", "split": "train[:20%]"}]}
+    said = "datasets: split train[:20%] takes a part of its data: give num_samples of that part"
+    assert said in import_mapping(config).warnings
+    config["datasets"] = [{"path": "a", "split": "train"}, {"path": "b"}, "c"]
+    assert not any("split" in warning for warning in import_mapping(config).warnings)
+
+
+@pytest.mark.parametrize(
+    ("tool", "framework", "config"),
+    [
+        ("torchtune", "torchtune", {"model": {"_component_": "torchtune.models.llama3.qlora_llama3_8b"}, "batch_size": 2}),
+        ("litgpt", "litgpt", {"checkpoint_dir": "checkpoints/x", "quantize": "bnb.nf4", "train": {"micro_batch_size": 2}}),
+        ("AutoTrain", "trl", {"task": "llm-sft", "base_model": "x", "params": {"peft": True, "quantization": "int4"}}),
+    ],
+)
+def test_a_file_of_a_tool_that_is_not_read_is_refused_by_name(tool: str, framework: str, config: dict[str, Any]) -> None:
+    """AutoTrain's names a ``base_model``, as Axolotl's does: it was priced as full tuning at Axolotl's defaults."""
+    with pytest.raises(CostModelError, match=f"a configuration of {tool} is not read: .* --framework {framework} "):
+        recognise(config)
 
 
 # --- checkpoints
@@ -770,7 +806,7 @@ def test_any_value_of_any_key_is_read_or_refused(tool: str, data: st.DataObject)
         refusal: str | None = str(error)
     else:
         refusal = None
-        assert set(imported.origins) == set(imported.fields)
+        assert set(imported.origins) == set(imported.read_fields)
     assert refusal is None or "c.yaml" in refusal
 
 
@@ -812,7 +848,7 @@ def test_estimate_explains_every_value(tmp_path: Path, capsys: pytest.CaptureFix
     assert values["per_device_train_batch_size"] == {"value": 1, "from": "flag --per-device-train-batch-size"}
     assert values["gradient_accumulation_steps"] == {"value": 4, "from": "gradient_accumulation_steps in q.yml"}
     assert values["double_quant"]["from"] == "default of axolotl 0.19.0 (loaders/model.py: bnb_4bit_use_double_quant)"
-    assert values["torch_compile"]["from"] == "default of axolotl 0.19.0"
+    assert values["torch_compile"]["from"] == "default of axolotl 0.19.0 over transformers 5.24"
     assert values["usd_per_gpu_hour"] == {"value": 0.79, "from": "environment variable FTCOST_USD_PER_GPU_HOUR"}
     assert answer["explain"]["keys"]["unknown"] == ["sead"]
     assert answer["warnings"][0] == "1 key of q.yml is not known and not used: sead"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from collections.abc import Iterable
 
 import pytest
 
@@ -12,7 +13,8 @@ from costmodel.defaults import resolve
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.hf_config import model_spec_from_config
 from costmodel.length_datasets import length_histogram
-from costmodel.lengths import batch_tokens, cut_at, distribution, expected_maximum
+from costmodel.length_distribution import distribution, expected_maximum
+from costmodel.lengths import batch_tokens, cut_at
 from costmodel.specs import Lengths, parse_job
 
 CONFIG = {
@@ -75,35 +77,64 @@ def test_grouping_by_length_saves_padding_and_packing_all_of_it() -> None:
     assert packed.expected.num_masked_pairs == packed.longest.num_masked_pairs == 0
 
 
+def _log_normal_lengths(num_samples: int, mean: int, longest: int) -> list[int]:
+    source = random.Random(4)
+    return [max(1, min(longest, round(mean * source.lognormvariate(-0.125, 0.5)))) for _ in range(num_samples)]
+
+
 GROUPED = {
     "natural": [min(2048, round(60 * 1.004**index)) for index in range(1000)],
     "five": [100, 200, 200, 300, 1024],
     "rare": [100] * 99 + [2048],
+    "one-long": [100] * 39 + [2048],
+    "one-long-of-many": [*_log_normal_lengths(1999, 200, 800), 2048],
+    "ten": _log_normal_lengths(10, 200, 2048),
+    "thirty-three": _log_normal_lengths(33, 200, 2048),
+    "two-hundred": _log_normal_lengths(200, 200, 2048),
 }
 
 
+@pytest.mark.parametrize("batch_size", [2, 4, 16])
+@pytest.mark.parametrize("accumulation", [1, 8])
+@pytest.mark.parametrize("data", ["one-long", "one-long-of-many", "ten", "thirty-three", "two-hundred", "natural"])
+def test_the_samples_themselves_grouped_by_length_equal_the_sampler_of_transformers(
+    data: str, batch_size: int, accumulation: int
+) -> None:
+    """Each sample comes once, so that the only long one of a small data set is surely in a batch."""
+    num_samples = len(GROUPED[data])
+    _check_grouping(itertools.repeat(GROUPED[data], max(40, 80_000 // num_samples)), data, batch_size, accumulation, 0.005)
+
+
 @pytest.mark.parametrize(
-    ("data", "num_samples", "batch_size", "accumulation", "tolerance"),
+    ("data", "num_samples", "batch_size", "accumulation"),
     [
         # a group is a batch and a megabatch three of them, so much is padded; the longest two of all swap their batches
-        pytest.param("natural", 200, 16, 1, 0.03, id="small-data"),
-        pytest.param("five", 200, 4, 8, 0.02, id="one-group-a-megabatch"),
-        pytest.param("five", 10, 16, 1, 0.02, id="less-than-a-batch"),
-        pytest.param("natural", 2000, 16, 1, 0.01, id="megabatches-of-31"),
-        pytest.param("natural", 5000, 4, 8, 0.01, id="accumulation"),
-        pytest.param("rare", 5000, 4, 8, 0.05, id="accumulation-rare-long-ones"),
-        pytest.param("rare", 5000, 16, 1, 0.05, id="rare-long-ones"),
+        pytest.param("natural", 200, 16, 1, id="small-data"),
+        pytest.param("five", 200, 4, 8, id="one-group-a-megabatch"),
+        pytest.param("five", 12, 4, 2, id="two-megabatches"),
+        pytest.param("five", 10, 16, 1, id="less-than-a-batch"),
+        pytest.param("natural", 2000, 16, 1, id="megabatches-of-31"),
+        pytest.param("natural", 5000, 4, 8, id="accumulation"),
+        pytest.param("rare", 5000, 4, 8, id="accumulation-rare-long-ones"),
+        pytest.param("rare", 5000, 16, 1, id="rare-long-ones"),
     ],
 )
-def test_grouping_by_length_equals_the_sampler_of_transformers(
-    data: str, num_samples: int, batch_size: int, accumulation: int, tolerance: float
+def test_drawn_samples_grouped_by_length_equal_the_sampler_of_transformers(
+    data: str, num_samples: int, batch_size: int, accumulation: int
 ) -> None:
+    source = random.Random(0)
+    drawn = (source.choices(GROUPED[data], k=num_samples) for _ in range(max(16, 160_000 // num_samples)))
+    _check_grouping(drawn, data, batch_size, accumulation, 0.01)
+
+
+def _check_grouping(data_sets: Iterable[list[int]], data: str, batch_size: int, accumulation: int, tolerance: float) -> None:
+    """Padding and attention of the named lengths against the sampler's own orders of each of ``data_sets``."""
     torch = pytest.importorskip("torch")
     sampler = pytest.importorskip("transformers.trainer_pt_utils")
-    generator, random_source = torch.Generator().manual_seed(0), random.Random(0)
-    padded = real = square = 0
-    for _ in range(max(4, 40_000 // num_samples)):
-        lengths = random_source.choices(GROUPED[data], k=num_samples)
+    generator = torch.Generator().manual_seed(0)
+    padded = real = square = num_samples = 0
+    for lengths in data_sets:
+        num_samples = len(lengths)
         order = sampler.get_length_grouped_indices(lengths, batch_size * accumulation, generator=generator)
         for start in range(0, num_samples, batch_size):
             batch = [lengths[index] for index in order[start : start + batch_size]]
@@ -139,11 +170,6 @@ def test_an_evaluation_is_grouped_by_its_own_batches_and_samples() -> None:
 FLASH = {"attn_implementation": "flash_attention_2", "packing": True}
 
 
-def _log_normal_lengths(mean: int, longest: int) -> list[int]:
-    source = random.Random(4)
-    return [max(1, min(longest, round(mean * source.lognormvariate(-0.125, 0.5)))) for _ in range(4000)]
-
-
 @pytest.mark.slow  # imports trl
 def test_packed_rows_are_as_many_as_trl_makes() -> None:
     datasets = pytest.importorskip("datasets")
@@ -151,13 +177,13 @@ def test_packed_rows_are_as_many_as_trl_makes() -> None:
     source = random.Random(4)
     for lengths, max_length in (
         ([700] * 2000, 1024),  # one sample a row, 68 % filled
-        (_log_normal_lengths(700, 4096), 1024),
-        (_log_normal_lengths(1500, 6000), 2048),
-        (_log_normal_lengths(300, 3000), 2048),
+        (_log_normal_lengths(4000, 700, 4096), 1024),
+        (_log_normal_lengths(4000, 1500, 6000), 2048),
+        (_log_normal_lengths(4000, 300, 3000), 2048),
         ([source.randint(1, 1500) for _ in range(3000)], 2048),
         ([source.choice((400, 900)) for _ in range(3000)], 1400),
         ([40] * 64, 512),  # fewer than are packed at a time
-        (_log_normal_lengths(200, 4000), 65_536),  # a thousand samples are three rows and a bit
+        (_log_normal_lengths(4000, 200, 4000), 65_536),  # a thousand samples are three rows and a bit
     ):
         plain = datasets.Dataset.from_dict({"input_ids": [[5] * length for length in lengths]})
         rows = len(pack_dataset(plain, max_length, "bfd"))
@@ -279,12 +305,11 @@ def test_a_bad_lengths_file_says_what_it_must_hold(tmp_path, content: str, messa
 
 
 def test_lengths_files_in_three_forms_agree(tmp_path) -> None:
-    forms = {"a.txt": "5\n5\n7\n", "b.json": "[5, 5, 7]", "c.json": '{"5": 2, "7": 1}'}
-    found = []
+    forms = {"a.txt": "5\n5\n7\n", "b.json": "[5, 5, 7]", "c.json": '{"5": 2, "7": 1}', "mark.txt": "\ufeff5\r\n5\r\n7"}
     for name, content in forms.items():
-        (tmp_path / name).write_text(content)
-        found.append(distribution(Lengths(file=str(tmp_path / name)), 1024))
-    assert found[0] == found[1] == found[2]
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    found = {distribution(Lengths(file=str(tmp_path / name)), 1024) for name in forms}
+    assert found == {distribution(Lengths(histogram={5: 2, 7: 1}), 1024)}
 
 
 def test_the_longest_sample_that_is_named_with_a_mean_decides_the_longest_batch() -> None:

@@ -12,10 +12,11 @@ from costmodel.estimation import estimate
 from costmodel.head_memory import liger_head, next_power_of_two, tiled_head
 from costmodel.held_memory import element_bytes, held_bytes
 from costmodel.hf_config import model_spec_from_config
+from costmodel.layer_kernels import Rows
 from costmodel.memory import MemoryBreakdown, job_class, loss_bytes, peak_memory
+from costmodel.memory_moments import memory_plan
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
-from costmodel.saved_activations import Rows
 from costmodel.specs import parse_job
 from costmodel.units import GIB
 from costmodel.workload import Batch
@@ -105,9 +106,7 @@ def test_expert_loop_holds_what_a_trace_of_its_operators_holds() -> None:
                 framework_version="4.40",
                 gradient_checkpointing=True,
             )
-            from costmodel.memory import _plan
-
-            sizes.append(_plan(model, job, Rows()).runs[0][0].per_token)
+            sizes.append(memory_plan(model, job, Rows()).runs[0][0].per_token)
         assert sizes[1] - sizes[0] == pytest.approx(per_row, rel=0.02)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from costmodel.data_files import DATA_FOLDER
 from costmodel.errors import AmbiguousNameError, CostModelError, UnknownNameError
-from costmodel.model_catalog import find_model_config, find_model_id, list_models, model_facts
+from costmodel.model_catalog import find_model_config, find_model_id, list_models, model_facts, nearest_models
 
 
 def test_every_catalogued_config_loads_and_names_its_family() -> None:
@@ -75,6 +75,10 @@ def test_an_unknown_model_is_answered_with_the_nearest() -> None:
         ("Qwen-1_8B-Chat-Int4", ["Qwen-1_8B"]),
         ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", ["openai/gpt-oss-20b"]),
         ("lamma-3-8b", ["Meta-Llama-3-8B", "Llama-3.1-8B"]),
+        ("phi-3-mini", ["Phi-3-mini-4k-instruct"]),
+        ("phi3", ["Phi-3-medium-4k-instruct", "Phi-3-mini-4k-instruct"]),
+        ("lmsys/vicuna-7b-v1.5", ["huggyllama/llama-7b", "meta-llama/Llama-2-7b-hf"]),
+        ("WizardLM-13B", ["Llama-2-13b-hf"]),
     ],
 )
 def test_nearest_are_the_family_in_the_same_size(name: str, nearest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +86,22 @@ def test_nearest_are_the_family_in_the_same_size(name: str, nearest: list[str], 
     with pytest.raises(UnknownNameError, match="name the one of these that it is a copy or a tuning of") as refused:
         find_model_config(name)
     assert refused.value.nearest[: len(nearest)] == nearest
-    assert len(refused.value.nearest) == 3
+    assert len(refused.value.nearest) == (2 if "Mixtral" in name else 3)  # all of that family here
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("mixtral", "Mixtral"), ("mistral", "Mistral"), ("dolly-v2-12b", "pythia"), ("alpaca-7b", "llama"), ("gemma", "gemma")],
+)
+def test_nearest_are_of_the_family_that_is_named(name: str, family: str) -> None:
+    """A word that is a family's own is no misspelling of one that looks like it."""
+    nearest = nearest_models(name)
+    assert nearest
+    assert all(each.lower().startswith(family.lower()) for each in nearest)
 
 
 def test_another_family_has_none_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nearest_models("t5") == nearest_models("orca-mini") == []
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UnknownNameError, match=r"no model matches 'acme/secret'; it is not in the catalogue") as refused:
         find_model_config("acme/secret")

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from sample_answer import LLAMA as LLAMA_JOB
 
 from costmodel import cli, comparison_tables, formats
+from costmodel.candidates import Candidate
 from costmodel.errors import CostModelError, UnknownNameError
 from costmodel.estimation import estimate
 from costmodel.optimization import Change, OptimizeResult, optimize, samples_per_step
+from costmodel.specs import Lengths, parse_job
 from costmodel.spot import SpotTerms
-from costmodel.trials import BATCH_FIELDS
+from costmodel.trials import BATCH_FIELDS, with_counted_lengths
 
 LLAMA: dict[str, Any] = {**LLAMA_JOB, "gpu": "A40"}
 FULL = {**LLAMA, "gpu": "H100 SXM", "method": "full", "dtype": "bfloat16", "optim": "adamw_torch"}
@@ -368,11 +370,15 @@ def test_without_lengths_only_memory_is_weighed() -> None:
     assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 256
 
 
+def _by_gpu(result: OptimizeResult) -> dict[str, Candidate]:
+    return {each.gpu: each for each in (result.best, *result.others)}
+
+
 def test_limits_choose_among_gpus() -> None:
     gpus = ["A40", "H100 SXM"]
     cheap = optimize(LLAMA, gpus)
     assert cheap.others[0].gpu != cheap.best.gpu
-    by_gpu = {each.gpu: each for each in (cheap.best, *cheap.others)}
+    by_gpu = _by_gpu(cheap)
     slow, fast = by_gpu["A40"], by_gpu["H100 SXM"]
     assert slow.total_seconds is not None
     assert fast.total_seconds is not None
@@ -392,7 +398,7 @@ def _title_and_rows(result: OptimizeResult) -> tuple[str, list[tuple[str, str]]]
 def test_the_table_of_gpus_is_in_the_order_that_it_names_and_says_what_misses_a_limit() -> None:
     gpus = ["A40", "H100 SXM", "L4"]
     free = optimize(LLAMA, gpus)
-    by_gpu = {each.gpu: each for each in (free.best, *free.others)}
+    by_gpu = _by_gpu(free)
     usd = {name: each.total_usd or 0.0 for name, each in by_gpu.items()}
     hours = {name: (each.total_seconds or 0.0) / 3600 for name, each in by_gpu.items()}
     cheapest, fastest = sorted(gpus, key=usd.__getitem__), sorted(gpus, key=hours.__getitem__)
@@ -567,3 +573,15 @@ def test_what_pays_only_with_others_is_listed_too() -> None:
     assert result.start.estimate is not None
     assert result.start.estimate.verdict == "does_not_fit"
     assert set(result.best.settings) <= {name for each in result.changes for name in each.settings}
+
+
+def test_lengths_that_are_counted_once_for_many_trials_stay_counts() -> None:
+    """Of samples, not shares: how they are grouped by length depends on how many there are of each."""
+    values = [700, 120, 640, 120, 300]
+    job = parse_job({"model": "Qwen/Qwen2.5-0.5B", "max_length": 1024, "lengths": {"values": values}})
+    counted = with_counted_lengths(job).lengths
+    assert counted == Lengths(histogram={120: 2, 300: 1, 640: 1, 700: 1})
+    fields = {"gpu": "L4", "method": "lora", "per_device_train_batch_size": 2, "num_samples": 5}
+    fields |= {"train_sampling_strategy": "group_by_length"}
+    one, other = (estimate(job, lengths=lengths, **fields) for lengths in (counted, {"values": values}))
+    assert one.total_seconds == other.total_seconds

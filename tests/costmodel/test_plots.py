@@ -143,6 +143,13 @@ def test_points_lie_where_their_dollars_and_hours_are() -> None:
     assert cheapest.startswith(found[0].gpu)
 
 
+def test_a_name_without_room_at_its_cheapest_point_stands_at_the_next() -> None:
+    points = [plots._Point(300, y, "A100-SXM4-80GB", "", False, False) for y in (350, 200, 100)]  # cheapest first
+    around_the_cheapest = plots._Box(0, 320, 800, 380)
+    (name,) = plots._labels(points, [around_the_cheapest], plots._Box(0, 0, 800, 500))
+    assert re.search(r' y="204\.0".*>A100-SXM4-80GB<', name), name
+
+
 def test_nothing_to_draw() -> None:
     job = {name: value for name, value in LLAMA.items() if name != "lengths"}
     with pytest.raises(CostModelError, match="nothing to draw"):

@@ -431,7 +431,7 @@ def test_gpuhunts_offers_become_dated_rows() -> None:
         ("vastai", "1", "H100", 80, None),
         ("vastai", "1", "V100", 16, None),
         ("vastai", "1", "L4", 48, None),  # no L4 has 48 GB
-        ("vastai", "1", "RTX4060", 8, None),  # not in the catalogue
+        ("vastai", "1", "RTX2070", 8, None),  # not in the catalogue
     ],
 )
 def test_which_product_an_offer_means(provider: str, machine: str, gpu: str, gib: float, product: str | None) -> None:

@@ -11,9 +11,10 @@ from costmodel import processor
 from costmodel.adapters import plan_adapters
 from costmodel.defaults import resolve
 from costmodel.hf_config import model_spec_from_config
+from costmodel.operators import LAYER_OPERATORS, MODEL_OPERATORS
 from costmodel.specs import parse_job
 from costmodel.step_time import step_time
-from costmodel.workload import LAYER_OPERATORS, MODEL_OPERATORS, Batch
+from costmodel.workload import Batch
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -11,7 +11,8 @@ from costmodel.adapters import plan_adapters
 from costmodel.defaults import resolve
 from costmodel.held_memory import element_bytes
 from costmodel.hf_config import model_spec_from_config
-from costmodel.saved_activations import Rows, layer_bytes
+from costmodel.layer_kernels import Rows
+from costmodel.saved_activations import layer_bytes
 from costmodel.specs import parse_job
 
 SEQUENCE = 64

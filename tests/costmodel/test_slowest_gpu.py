@@ -11,7 +11,7 @@ from costmodel import estimate
 from costmodel.answer import Estimate
 from costmodel.described_job import TokensSeen
 from costmodel.estimation import estimate_from_tokens
-from costmodel.lengths import LengthDistribution, distribution
+from costmodel.length_distribution import LengthDistribution, distribution
 from costmodel.slowest_gpu import most_over_mean
 from costmodel.specs import Lengths
 

@@ -21,10 +21,11 @@ from costmodel.hf_config import model_spec_from_config
 from costmodel.links import link_of
 from costmodel.model_catalog import find_model_config
 from costmodel.model_spec import ModelSpec
+from costmodel.operators import operators
 from costmodel.optimization import optimize
 from costmodel.specs import GpuSpec, parse_job
 from costmodel.step_time import StepTime, imbalance_seconds, step_time
-from costmodel.workload import Batch, expected_experts_hit, flops, operators
+from costmodel.workload import Batch, expected_experts_hit, flops
 
 LLAMA = "meta-llama/Llama-3.2-3B"
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
@@ -141,6 +142,63 @@ def test_a_t4_is_held_down_by_its_70_watts() -> None:
     assert matmul_ceiling(find_gpu("RTX 2080 Ti"), "float16") == pytest.approx(c.CEILING_OVER_PEAK * 53.8e12)
 
 
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        # measured by one and the same programme (stas00/ml-engineering), or what their runs show
+        pytest.param("A100-SXM4-80GB", 271.2, id="A100"),
+        pytest.param("H100 SXM", 794.5, id="H100"),
+        pytest.param("A40", 108.0, id="A40"),
+        pytest.param("L40S", 210.0, id="L40S"),
+        pytest.param("RTX PRO 6000 Blackwell Workstation", 408.0, id="GB202"),
+    ],
+)
+def test_the_cards_that_the_power_rule_was_made_from_get_their_own_rate(name: str, tflops: float) -> None:
+    unmeasured = find_gpu(name).model_copy(update={"measured_bf16_matmul_flops_per_second": None})
+    assert matmul_ceiling(unmeasured, "bfloat16") == pytest.approx(tflops * 1e12, rel=2e-3)
+
+
+def test_half_the_power_is_more_than_half_the_rate() -> None:
+    """MI300X and MI325X: one die, 750 and 1,000 W, 668 and 785 TFLOP/s by one programme: an exponent of 0.56."""
+    low, high = find_gpu("MI300X"), find_gpu("MI325X")
+    assert low.tdp_watts is not None
+    assert high.tdp_watts is not None
+    assert low.measured_bf16_matmul_flops_per_second is not None
+    by_power = low.measured_bf16_matmul_flops_per_second * (high.tdp_watts / low.tdp_watts) ** 0.5
+    assert by_power == pytest.approx(high.measured_bf16_matmul_flops_per_second, rel=0.03)
+    h100 = find_gpu("H100 SXM").model_copy(update={"measured_bf16_matmul_flops_per_second": None})
+    halved = h100.model_copy(update={"tdp_watts": 350.0})
+    full_rate, rate = matmul_ceiling(h100, "bfloat16"), matmul_ceiling(halved, "bfloat16")
+    assert full_rate is not None
+    assert rate is not None
+    assert rate == pytest.approx(full_rate * 0.5**0.5)
+
+
+def test_a_card_with_power_to_spare_is_not_held_down_and_one_of_less_power_is_slower() -> None:
+    def ceiling(name: str) -> float:
+        rate = matmul_ceiling(find_gpu(name), "bfloat16")
+        assert rate is not None
+        return rate
+
+    assert ceiling("H20") == pytest.approx(c.CEILING_OVER_PEAK * 148e12)
+    for names in (("H100 PCIe", "H100 NVL", "H100 SXM"), ("L4", "A10", "RTX A6000", "L40S"), ("A30", "A100-PCIE-80GB")):
+        rates = [ceiling(name) for name in names]
+        assert rates == sorted(rates)
+
+
+def test_a_v100_reaches_two_thirds_of_its_peak() -> None:
+    """arXiv:1803.04014: 83 of 125 TFLOP/s in mixed precision."""
+    assert matmul_ceiling(find_gpu("V100-SXM2-32GB"), "float16") == pytest.approx(83e12, rel=0.01)
+
+
+def test_adafactor_goes_through_what_is_trained_many_times() -> None:
+    adafactor, fused = (
+        timed(LLAMA, "A100-SXM4-80GB", 1, 512, method="full", optim=optim).by_group_seconds["optimizer"]
+        for optim in ("adafactor", "adamw_torch_fused")
+    )
+    assert adafactor / fused == pytest.approx(c.OPTIMIZER_BYTES_ADAFACTOR[0] / c.OPTIMIZER_BYTES_FUSED[0])
+
+
 def test_flash_attention_2_does_not_use_what_hopper_has() -> None:
     """At most 335 TFLOP/s of an H100's 989 (arXiv:2307.08691); FlashAttention 3 uses its instructions, an A100 has none."""
 
@@ -157,20 +215,37 @@ def test_flash_attention_2_does_not_use_what_hopper_has() -> None:
         assert flops_per_second("H100 SXM", implementation) == pytest.approx(335e12, rel=0.01)
         assert flops_per_second("A100-SXM4-80GB", implementation) == flops_per_second("A100-SXM4-80GB", "flash_attention_3")
     assert flops_per_second("H100 SXM", "flash_attention_3") > 1.3 * 335e12
+    assert flops_per_second("B200", "flash_attention_2") == pytest.approx(335e12, rel=0.01)
+    assert flops_per_second("B200", "sdpa") > 1.3 * 335e12
     assert flops_per_second("H20", "sdpa") == flops_per_second("H20", "flash_attention_3") < 100e12  # its peak is cut below
 
 
 def test_dequantisation_of_nf4_is_that_of_the_timed_kernels() -> None:
     """arXiv:2408.04693, Fig. 6 data: 359 us for one 4096 x 14336 expert matrix on an A40, at every batch size."""
-    seconds = dequantisation_seconds_per_weight("nf4", find_gpu("A40")) * 4096 * 14336
+    seconds = dequantisation_seconds_per_weight("nf4", find_gpu("A40"), by_table=False) * 4096 * 14336
     assert seconds == pytest.approx(359e-6, rel=0.01)
 
 
 def test_dequantisation_of_nf4_is_bound_by_bytes_where_integers_are_cheap() -> None:
     gpu = find_gpu("RTX 4090")
     by_bytes = 2.56 / (gpu.memory_bandwidth_bytes_per_second * c.BANDWIDTH_EFFICIENCY)
-    assert dequantisation_seconds_per_weight("nf4", gpu) == by_bytes
-    assert dequantisation_seconds_per_weight("nf4", find_gpu("A100-SXM4-40GB")) > 2.5 * by_bytes * 1008 / 1555
+    a100 = find_gpu("A100-SXM4-40GB")
+    for by_table in (True, False):
+        assert dequantisation_seconds_per_weight("nf4", gpu, by_table=by_table) == by_bytes
+    assert dequantisation_seconds_per_weight("nf4", a100, by_table=False) > 2.5 * by_bytes * 1008 / 1555
+
+
+def test_a_table_takes_fewer_instructions_than_a_tree_of_comparisons() -> None:
+    """bitsandbytes 0.48 against those before it: 440 machine instructions for 16 weights, not 960 (NF4, sm_80)."""
+    a100 = find_gpu("A100-SXM4-80GB")
+    table, tree = (dequantisation_seconds_per_weight("nf4", a100, by_table=new) for new in (True, False))
+    assert table / tree == pytest.approx(440 / 960, rel=0.02)
+    shares = []
+    for version in ("4.56", "4.57", None):
+        step = timed(LLAMA, "A100-SXM4-80GB", 1, 1024, **{**QLORA, "framework_version": version})
+        shares.append(step.by_group_seconds["dequantisation"])
+    assert shares[0] / shares[1] == pytest.approx(tree / table)
+    assert shares[1] == shares[2]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from fake_step import watch
 
 from costmodel.defaults import resolve
 from costmodel.hf_config import model_spec_from_config
-from costmodel.memory import _moments, _plan
-from costmodel.saved_activations import Rows
+from costmodel.layer_kernels import Rows
+from costmodel.memory_moments import memory_plan, training_moments
 from costmodel.specs import parse_job
 from costmodel.workload import Batch
 
@@ -234,9 +234,9 @@ def test_every_moment_of_a_tiny_real_step_is_counted(lora: bool, bf16: bool, che
         job |= {"lora_r": 4, "lora_target_modules": "all-linear"}
     spec = model_spec_from_config(config)
     resolved, _ = resolve(parse_job(job), spec)
-    plan = _plan(spec, resolved, Rows())
+    plan = memory_plan(spec, resolved, Rows())
     counted: dict[str, float] = {}
-    for moment in _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH)):
+    for moment in training_moments(spec, resolved, plan, Batch.of(SIZE, LENGTH)):
         counted[moment.phase] = max(plan.held.static_bytes + moment.total, counted.get(moment.phase, 0.0))
     assert {"loss", "backward", "optimizer"} <= set(real) == set(counted)
     for phase, allocated in real.items():
@@ -293,9 +293,9 @@ def test_stacked_experts_of_a_tiny_real_step_are_counted(
         real[phase] = max(peak.total_bytes, real.get(phase, 0))
     spec = model_spec_from_config(config)
     resolved, _ = resolve(parse_job(job), spec)
-    plan = _plan(spec, resolved, Rows())
+    plan = memory_plan(spec, resolved, Rows())
     counted: dict[str, float] = {}
-    for moment in _moments(spec, resolved, plan, Batch.of(SIZE, LENGTH)):
+    for moment in training_moments(spec, resolved, plan, Batch.of(SIZE, LENGTH)):
         counted[moment.phase] = max(plan.held.static_bytes + moment.total, counted.get(moment.phase, 0.0))
     assert counted["optimizer"] == pytest.approx(real["optimizer"], rel=0.001)
     assert counted["loss"] == pytest.approx(real["loss"], rel=0.005)
