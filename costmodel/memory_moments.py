@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from costmodel.adapters import Adapters, plan_adapters
 from costmodel.defaults import ResolvedJob
@@ -93,8 +94,9 @@ def _gathered_bytes(model: ModelSpec, job: ResolvedJob, types: ElementBytes) -> 
     return per_param * (model.num_params - in_layers + sum(sorted(layers)[-2:]))
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
+    """What comes and goes at one moment, in bytes. A tuple, because each try of a search makes a dozen."""
+
     phase: str
     gradients: float
     activations: float
@@ -115,8 +117,9 @@ def training_moments(
     loss_in_fp32: bool = True,
 ) -> list[Moment]:
     """The moments of a training step that may be its worst."""
-    step = _step(model, job, plan, batch, keeps_logits)
-    moments = _loss_moments(model, job, plan, batch, step, keeps_logits, loss_in_fp32)
+    head = _fused_head(model, job, plan, batch.num_head_tokens)
+    step = _step(model, job, plan, batch, head, keeps_logits)
+    moments = _loss_moments(model, job, plan, batch, step, head, keeps_logits, loss_in_fp32)
     moments += _backward_moments(model, job, plan, batch, step)
     if plan.embedding_is_trained:  # every other gradient is there, its own is being built
         of_embedding = plan.embedding_gradient_bytes
@@ -129,8 +132,7 @@ def training_moments(
     return moments
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """What a training step holds through more than one of its moments, in bytes."""
 
     stored: float  # by all layers, for their backward
@@ -146,12 +148,10 @@ class _Step:
     kept_beside: float  # of kept_cache, what attention does not keep anyway
     kv_beside: float  # the same at the end of the forward, whoever keeps the outputs
 
-    @property
-    def base_gradients(self) -> float:
-        return self.all_gradients if self.accumulates else 0.0
 
-
-def _step(model: ModelSpec, job: ResolvedJob, plan: MemoryPlan, batch: Batch, keeps_logits: bool) -> _Step:
+def _step(
+    model: ModelSpec, job: ResolvedJob, plan: MemoryPlan, batch: Batch, head: FusedHead | None, keeps_logits: bool
+) -> _Step:
     types, tokens = plan.types, batch.num_tokens
     accumulates = job.gradient_accumulation_steps > 1
     # FSDP reduces gradients at the last micro-batch only (accelerate's no_sync): while they accumulate they are whole
@@ -174,7 +174,7 @@ def _step(model: ModelSpec, job: ResolvedJob, plan: MemoryPlan, batch: Batch, ke
     of_logits = (4.0 if job.upcasts_logits else types.compute) * model.vocab_size * batch.num_head_tokens
     return _Step(
         stored=stored,
-        final=_final_bytes(model, job, plan, batch),
+        final=_final_bytes(model, job, plan, batch, head),
         accumulates=accumulates,
         all_gradients=float(held_bytes(model, job).gradients_bytes) if reduces_late else reduced_gradients,
         reduced_gradients=reduced_gradients,
@@ -187,10 +187,9 @@ def _step(model: ModelSpec, job: ResolvedJob, plan: MemoryPlan, batch: Batch, ke
     )
 
 
-def _final_bytes(model: ModelSpec, job: ResolvedJob, plan: MemoryPlan, batch: Batch) -> float:
+def _final_bytes(model: ModelSpec, job: ResolvedJob, plan: MemoryPlan, batch: Batch, head: FusedHead | None) -> float:
     """The final norm's fp32 input; trained, also the normalised input; the head's input where that is trained or cast."""
     types, hidden = plan.types, model.hidden_size
-    head = _fused_head(model, job, plan, batch.num_head_tokens)
     is_stock = head is None or not head.kept_bytes  # the head is a linear of its own, or one of chunks of its input
     if has_liger_norms(model, job):
         final_norm = types.stream * hidden + 4.0
@@ -221,6 +220,7 @@ def _loss_moments(
     plan: MemoryPlan,
     batch: Batch,
     step: _Step,
+    head: FusedHead | None,
     keeps_logits: bool,
     loss_in_fp32: bool,
 ) -> list[Moment]:
@@ -229,7 +229,6 @@ def _loss_moments(
     log-softmax is saved (4 B a logit), its backward holds the gradient of the loss and the result (4 + 4).
     """
     types, gathered, vocab, head_tokens = plan.types, step.gathered, model.vocab_size, batch.num_head_tokens
-    head = _fused_head(model, job, plan, head_tokens)
     if head is not None:
         logits, loss_temporary = 0.0, head.in_backward_bytes
     elif job.framework == "litgpt":
@@ -245,15 +244,16 @@ def _loss_moments(
         logits += types.compute * vocab * head_tokens
     stored, copies = step.stored + step.final, plan.autocast_copies_bytes if job.gradient_checkpointing else 0.0
     waiting = head.kept_bytes + head.kept_gradient_bytes if head is not None else 0.0
+    base_gradients = step.all_gradients if step.accumulates else 0.0
 
     def moment(gradients: float, activations: float, logits: float, temporary: float) -> Moment:
         return Moment("loss", gradients, stored + activations, logits, temporary + gathered)
 
-    moments = [moment(step.base_gradients, waiting + step.kept_beside, logits, loss_temporary)]
+    moments = [moment(base_gradients, waiting + step.kept_beside, logits, loss_temporary)]
     if head is not None:  # the end of the forward; and the final norm, whose backward holds five fp32 copies of its input
-        moments.append(moment(step.base_gradients, waiting + step.kv_beside, 0.0, head.in_forward_bytes + copies))
+        moments.append(moment(base_gradients, waiting + step.kv_beside, 0.0, head.in_forward_bytes + copies))
         if not has_liger_norms(model, job):
-            gradients = step.base_gradients
+            gradients = base_gradients
             if plan.head_trained:
                 gradients = max(plan.head_gradient_bytes, gradients)
             moments.append(moment(gradients, step.kept_beside, 0.0, 20.0 * model.hidden_size * batch.num_tokens))
@@ -262,10 +262,10 @@ def _loss_moments(
         second = 4.0 if loss_in_fp32 else 2.0  # remote code that shifts the logits copies them
         # and autocast's 16-bit copies of the weights, which checkpointing lets go of only then
         at_end = (types.compute + (second if types.compute == 2 else 0.0)) * vocab * head_tokens
-        moments.append(moment(step.base_gradients, step.kv_beside, logits, at_end + copies))
+        moments.append(moment(base_gradients, step.kv_beside, logits, at_end + copies))
         if plan.head_trained:  # the head's weight gradient, with the gradient of the logits
             held = plan.head_gradient_bytes + types.compute * vocab * head_tokens + step.outputs
-            moments.append(moment(step.base_gradients, step.kept_beside, 0.0, held))
+            moments.append(moment(base_gradients, step.kept_beside, 0.0, held))
     return moments
 
 

@@ -391,8 +391,8 @@ class FTCostCallback(TrainerCallback):
         if state.max_steps != self._max_steps:
             self._look_at_max_steps(run, state)
         to_come = _pauses_to_come(control)
-        if self._by_epoch and (control.should_training_stop or control.should_epoch_stop or state.epoch % 1 == 0):
-            to_come |= self._by_epoch if args.eval_delay <= state.epoch else self._by_epoch - {"eval"}
+        if self._by_epoch:
+            to_come |= _pauses_of_epoch(self._by_epoch, args, state, control)
         if run.step_ends(state.global_step, pauses_to_come=to_come):
             control.should_save = control.should_training_stop = True
 
@@ -447,6 +447,14 @@ def _pauses_to_come(control: Any) -> frozenset[PauseKind]:
         ("save", control.should_save),
     )
     return frozenset(kind for kind, is_set in flags if is_set)
+
+
+def _pauses_of_epoch(by_epoch: frozenset[PauseKind], args: Any, state: Any, control: Any) -> frozenset[PauseKind]:
+    """Those of ``by_epoch`` that follow the step just done: it is the last of its epoch, or of the training."""
+    epoch = state.epoch if state.epoch is not None else 0.5
+    if not (control.should_training_stop or control.should_epoch_stop or epoch % 1 == 0):
+        return frozenset()
+    return by_epoch if args.eval_delay <= epoch else by_epoch - {"eval"}
 
 
 def _training_loop_locals() -> Mapping[str, Any]:

@@ -228,6 +228,7 @@ class ProcessRun:
     def epoch_left(self, error: BaseException) -> None:
         """``error``, a keyboard's too, leaves the epoch, or what comes before or after them. Must not raise."""
         self.epoch_failed(error)
+        self.record.unlock()
 
     def left(self) -> None:
         """Training was left without a word: nothing of ours stays in the process but the record, for ``abandon``."""

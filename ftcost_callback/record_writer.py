@@ -139,6 +139,11 @@ class RecordWriter:
             self.write(Pause(kind="log", global_step=global_step, seconds=self._log_seconds))
             self._log_seconds = 0.0
 
+    def unlock(self) -> None:
+        """As :meth:`RunFile.unlock`."""
+        if self.file is not None:
+            self.file.unlock()
+
     def flush(self) -> None:
         self.flushed_at = self._clock()
         if self.file is not None:

@@ -7,6 +7,7 @@ readers take the last.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -83,6 +84,12 @@ class RunFile:
         self._at_exit = weakref.finalize(self, _write_rows, self._descriptor, self._waiting, self._process_id)
         if _ends_inside_a_line(descriptor):
             _write(self._descriptor, b"\n")  # the line that a kill cut off stays alone
+
+    def unlock(self) -> None:
+        """Another process may write to its path from now on: the training is over, though its process may live on."""
+        if fcntl is not None and self._descriptor is not None and self._process_id == os.getpid():
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
     @property
     def is_replaced(self) -> bool:

@@ -169,6 +169,21 @@ def test_two_processes_at_once_write_two_records(tmp_path: Path, caplog: pytest.
     writer.close()
 
 
+def test_a_training_that_was_left_keeps_its_record_from_nobody(tmp_path: Path) -> None:
+    """A notebook goes on living after the exception; the resume may be a process of its own."""
+    other = "import sys; from ftcost_callback.run_file import RunFile; print(RunFile(sys.argv[1]).path.name)"
+    command = [sys.executable, "-c", other, str(run_file_path(tmp_path))]
+    file = RunFile(run_file_path(tmp_path))
+    found = []
+    for let_go in (lambda: None, file.unlock):
+        let_go()
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip())
+    assert found == ["run.2.jsonl", "run.jsonl"]
+    file.append(session())
+    file.close()
+    assert read_run(tmp_path).run_id == "aaa"
+
+
 def test_a_missing_record_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(CostModelError, match=r"(no such file|holds no _ftcost).*give the output_dir"):
         read_run(tmp_path)
