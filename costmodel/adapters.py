@@ -17,6 +17,7 @@ from typing import Final
 
 from costmodel.defaults import ResolvedJob
 from costmodel.errors import CostModelError, shown
+from costmodel.framework_defaults import adapts_towers
 from costmodel.model_spec import Experts, Layer, Linear, ModelSpec
 
 REWRITTEN_FAMILIES: Final = frozenset(
@@ -110,9 +111,11 @@ class Adapters:
     runs: tuple[tuple[Layer, LayerAdapters, int], ...]
     saved_modules_params: int = 0  # lora_modules_to_save: full copies of embed_tokens, lm_head, norms ...
     outside: tuple[AdaptedLinear, ...] = ()  # outside the layers: projections, the head or the embedding where named
+    idle_params: int = 0  # of adapters in encoders of images and sound: no row of text gives them a gradient
 
     @property
     def num_params(self) -> int:
+        """What is updated: without ``idle_params``."""
         layers = sum(adapters.num_params * count for _, adapters, count in self.runs)
         return layers + self.saved_modules_params + sum(each.num_params for each in self.outside)
 
@@ -132,6 +135,7 @@ def plan_adapters(model: ModelSpec, job: ResolvedJob) -> Adapters:
         job.use_dora,
         job.lora_dropout > 0,
         job.fused_experts,
+        adapts_towers(job.framework),
     )
 
 
@@ -171,6 +175,7 @@ def _plan(
     dora: bool,
     dropout: bool,
     fused_experts: bool,
+    reaches_towers: bool,
 ) -> Adapters:
     if not is_peft:
         return Adapters(tuple((layer, LayerAdapters(), count) for layer, count in model.layers))
@@ -197,6 +202,7 @@ def _plan(
         tuple(runs),
         _saved_params(model, modules_to_save),
         tuple(AdaptedLinear(each, r, dora) for each in _outside_linears(model, targets) if targets.match(each.name)),
+        _adapted_in_towers(model, targets, r, dora) if reaches_towers else 0,
     )
     if model.family in _MAMBA_FAMILIES and any(a.linear.leaf == "out_proj" for _, each, _ in runs for a in each.linears):
         raise CostModelError(f"peft refuses a LoRA on out_proj of {model.family}; list the other linears as targets")
@@ -212,6 +218,24 @@ def _plan(
             "target the attention linears only"
         )
     return plan
+
+
+def _adapted_in_towers(model: ModelSpec, targets: _Targets, r: int, dora: bool) -> int:
+    """Parameters of the adapters there. Raises :class:`CostModelError` for a module there that peft does not know."""
+    total = 0
+    for linear in (each for tower in model.towers for each in tower.linears()):
+        if targets.match(linear.name):
+            total += AdaptedLinear(linear, r, dora).num_params
+        holder = linear.name.removesuffix(_CLIPPED_LINEAR)
+        if holder != linear.name and not targets.is_all_linear and targets.match(holder):
+            raise CostModelError(
+                f"lora_target_modules names {holder} too, a Gemma4ClippableLinear that peft refuses; give a pattern that "
+                rf"leaves the encoders out: .*language_model\..*\.(q_proj|v_proj) for peft's own choice, or all-linear"
+            )
+    return total
+
+
+_CLIPPED_LINEAR: Final = ".linear"  # Gemma 4's encoders wrap their linears (transformers 5.24, modeling_gemma4.py)
 
 
 def _targets(target_modules: str | tuple[str, ...], modules_to_save: tuple[str, ...]) -> _Targets:

@@ -19,7 +19,7 @@ from costmodel.specs import SCHEMA_VERSION, GpuSpec, Job, Price
 from costmodel.step_time import StepTime
 from costmodel.uncertainty import INTERVAL_LEVEL
 from costmodel.version import ftcost_version
-from costmodel.workload import Batch, hardware_flops, model_flops, num_trainable_params
+from costmodel.workload import Batch, hardware_flops, model_flops, num_idle_params, num_trainable_params
 
 if TYPE_CHECKING:
     from costmodel.stored_calibrations import Applied
@@ -190,9 +190,9 @@ def answer_from(
         job=resolved,
         assumed=tuple(name for name in described.assumed if name in resolved),
         defaults_of=defaults_source(job, parsed.framework_version),
-        num_params=model.num_params,
+        num_params=model.num_params + model.tower_params,
         num_active_params=model.num_active_params,
-        num_trainable_params=num_trainable_params(model, job),
+        num_trainable_params=num_trainable_params(model, job) + num_idle_params(model, job),
         memory=memory,
         verdict=fit.verdict if fit else None,
         headroom_bytes=fit.headroom_bytes if fit else None,

@@ -28,6 +28,7 @@ def answer_warnings(
         *_about_fitting(described, memory, fit),
         *_about_masked_attention(described),
         *_about_experts(described, step),
+        *_about_towers(described),
         *job_warnings(described.parsed, described.job, described.model, described.gpu),
     ]
 
@@ -130,6 +131,22 @@ def _about_experts(described: DescribedJob, step: StepTime | None) -> Iterator[s
         )
     if step is not None and resolved.experts_implementation == "batched_mm":
         yield "experts_implementation batched_mm copies expert weights for each token: use grouped_mm for training"
+
+
+def _about_towers(described: DescribedJob) -> Iterator[str]:
+    """Encoders of images and sound: what of them is counted."""
+    model = described.model
+    if model.towers:
+        yield (
+            f"{model.tower_params / 1e6:,.0f} million weights of {model.wrapper} encode images and sound: they are loaded "
+            "too, and rows of text never reach them (load_towers false leaves them out); rows with images or sound cost "
+            "more than is counted here"
+        )
+    if model.uncounted_towers:
+        yield (
+            f"the weights of {' and '.join(model.uncounted_towers)}, which {model.wrapper} has beside its language model, "
+            "are not counted: memory is low by them, and by adapters there"
+        )
 
 
 def _about_unknown_times(described: DescribedJob, step: StepTime | None, run: RunTime | None) -> Iterator[str]:

@@ -44,6 +44,7 @@ _HELP: Final[dict[str, str]] = {
     "quantization": "How the base is stored.",
     "double_quant": "Quantise the scales of a 4-bit base too.",
     "prepare_model_for_kbit_training": "peft's fp32 upcast of everything unquantised.",
+    "load_towers": "Load a multimodal model's encoders of images and sound too.",
     "lora_r": "Rank of the adapters.",
     "lora_alpha": "Scale of the adapters (costs nothing).",
     "lora_dropout": "Above 0 it keeps a mask for each adapter.",

@@ -220,13 +220,10 @@ def _count_dataset(path: str, tokenizer: str | None, model: Any) -> DatasetLengt
 def effects_of_dataset(dataset: DatasetLengths, job: Mapping[str, Any]) -> DatasetEffects:
     """``job``: the answer's, with every default filled."""
     from costmodel.dataset import dataset_effects
-    from costmodel.defaults import resolve
-    from costmodel.hf_config import model_spec_from_config
-    from costmodel.model_catalog import find_model_config
+    from costmodel.described_job import describe
     from costmodel.specs import parse_job
 
-    parsed = parse_job(job)
-    return dataset_effects(dataset, resolve(parsed, model_spec_from_config(find_model_config(parsed.model)))[0])
+    return dataset_effects(dataset, describe(parse_job(job)).job)
 
 
 # --- one job a line ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from costmodel.framework_defaults import (
     has_own_defaults,
     is_before_transformers_45,
     keeps_packed_samples_apart,
+    loads_towers,
     major_and_minor,
     offloads_activations,
     own_defaults,
@@ -58,6 +59,7 @@ class ResolvedJob:
     prepare_model_for_kbit_training: bool
     four_bit_keeps_inputs: bool  # bitsandbytes before 0.44: a 4-bit linear holds what it read until its backward
     dequantises_by_table: bool  # bitsandbytes from 0.48 on: the faster kernel
+    load_towers: bool
     lora_r: int
     lora_alpha: float
     lora_dropout: float
@@ -194,6 +196,7 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
             half = "float32"
         dtype = _loaded_in(job, model, framework, method, quantization, generation, half)
     adapter_dtype = _adapter_dtype(job, framework, version, method, quantization, dtype, assumed)
+    load_towers = _loads_towers(job, model, framework, assumed)
     use_liger = bool(pick("use_liger_kernel", False))
     loss_type = job.loss_type or ("nll" if is_trl else "ForCausalLM")
     # TRL computes the head in tiles over the supervised positions: always from 1.15 on (and then without Liger's head), on
@@ -240,10 +243,11 @@ def resolve(job: Job, model: ModelSpec, *, has_bf16: bool = True) -> tuple[Resol
             prepare_model_for_kbit_training=kbit_prep,
             four_bit_keeps_inputs=quantization in {"nf4", "fp4"} and four_bit_keeps_inputs(framework, version),
             dequantises_by_table=dequantises_by_table(framework, version),
+            load_towers=load_towers,
             lora_r=pick("lora_r", own.get("lora_r", 8)) if method != "full" else 0,
             lora_alpha=float(pick("lora_alpha", own.get("lora_alpha", 8))) if method != "full" else 0.0,
             lora_dropout=float(pick("lora_dropout", own.get("lora_dropout", 0.0))) if method != "full" else 0.0,
-            lora_target_modules=_targets(job, model, own, assumed) if method != "full" else (),
+            lora_target_modules=_targets(job, model, own, assumed, load_towers) if method != "full" else (),
             lora_target_parameters=job.lora_target_parameters or (),
             lora_modules_to_save=job.lora_modules_to_save or (),
             use_dora=job.use_dora,
@@ -417,23 +421,40 @@ def _loaded_in(
     return "float16" if quantization in BITSANDBYTES else "float32"
 
 
-def _targets(job: Job, model: ModelSpec, own: Mapping[str, Any], assumed: list[str]) -> str | tuple[str, ...]:
+def _loads_towers(job: Job, model: ModelSpec, framework: str, assumed: list[str]) -> bool:
+    if not model.wrapper:
+        if job.load_towers:
+            raise CostModelError(
+                f"load_towers is for multimodal models, and the config of {model.name} has no vision_config or audio_config "
+                "beside a text_config; leave it out"
+            )
+        return False
+    if job.load_towers is not None:
+        return job.load_towers
+    assumed.append("load_towers")
+    return loads_towers(framework, model.wrapper)
+
+
+def _targets(
+    job: Job, model: ModelSpec, own: Mapping[str, Any], assumed: list[str], load_towers: bool
+) -> str | tuple[str, ...]:
     if job.lora_target_modules is not None:
         return job.lora_target_modules
     if job.lora_target_parameters:
         return ()
     assumed.append("lora_target_modules")
     names = sorted({linear.leaf for layer, _ in model.layers for linear in layer.linears})
+    loaded = model.wrapper if load_towers else model.family  # peft looks up the model_type of the class that is loaded
     targets: str | tuple[str, ...] | None = own.get("lora_target_modules")
     if targets is None or (job.framework == "litgpt" and not set(targets) & set(names)):
-        targets = peft_targets(model.family)
+        targets = peft_targets(loaded)
     if targets is None and job.framework == "litgpt":  # its LoRA is on the one projection that queries and values share
         targets = tuple(name for name in names if name in FUSED_QUERY_KEY_VALUE) or None
     if targets is not None:
         return targets
     if not set(QUERY_AND_VALUE) & set(names):
         is_peft = job.framework not in ("litgpt", "torchtune", "other")
-        why = f"peft has no default for {model.family} and stops without" if is_peft else f"none is known for {model.family}"
+        why = f"peft has no default for {loaded} and stops without" if is_peft else f"none is known for {model.family}"
         raise CostModelError(
             f"lora_target_modules is required: {why}; give all-linear, or some of its linears: {', '.join(names)}"
         )

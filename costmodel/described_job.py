@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from costmodel.defaults import ResolvedJob, resolve
 from costmodel.errors import CostModelError, shown
@@ -12,7 +14,7 @@ from costmodel.gpu_catalog import find_gpu
 from costmodel.hf_config import model_spec_from_config
 from costmodel.length_distribution import LengthDistribution, distribution
 from costmodel.lengths import BatchTokens, batch_tokens, cut_at, longest_batch
-from costmodel.model_catalog import find_model_config
+from costmodel.model_catalog import find_model_config, find_towers
 from costmodel.model_spec import ModelSpec
 from costmodel.specs import GpuSpec, Job, Lengths, parse_gpu
 from costmodel.workload import Batch, with_masked_pairs
@@ -66,12 +68,14 @@ class DescribedJob:
 
 def describe(parsed: Job, seen: TokensSeen | None = None) -> DescribedJob:
     """Raises :class:`CostModelError` for a name that nothing here knows, or a value that its model or framework refuses."""
-    model = _model_spec(parsed)
+    model = model_of(parsed)
     gpu = _gpu(parsed)
     if seen is not None and parsed.max_length is None:
         parsed = parsed.model_copy(update={"max_length": seen.longest_tokens})
     has_bf16 = gpu is None or gpu.vendor == "CPU" or gpu.peak_bf16_flops_per_second is not None
     resolved, assumed = resolve(parsed, model, has_bf16=has_bf16)
+    if model.wrapper and not resolved.load_towers:
+        model = model_of(parsed, load_towers=False)
     resolved = _first_equal(resolved)
     lengths = distribution(parsed.lengths, cut_at(resolved)) if parsed.lengths else None
     tokens = batch_tokens(resolved, lengths) if lengths else None
@@ -105,28 +109,43 @@ def _tokens_seen(job: ResolvedJob, seen: TokensSeen, planned: BatchTokens | None
     )
 
 
-def _model_spec(job: Job) -> ModelSpec:
+def model_of(job: Job, *, load_towers: bool = True) -> ModelSpec:
+    """The job's model; ``load_towers=False``: of a multimodal one the language model alone.
+
+    Raises :class:`CostModelError` for a model that is not known, or ``model_overrides`` that its config does not have.
+    """
     if isinstance(job.model, str) and not job.model_overrides:
-        return _named_model_spec(job.model)
+        return _named_model_spec(job.model, load_towers)
     config = dict(find_model_config(job.model))
     for name in job.model_overrides:
         if name not in config:
             raise CostModelError(
                 f"model_overrides {shown(name)} is no field of the model's config; its fields: {', '.join(sorted(config))}"
             )
-    return model_spec_from_config({**config, **job.model_overrides}, name=job.model if isinstance(job.model, str) else "")
+    name = job.model if isinstance(job.model, str) else ""
+    return _spec({**config, **job.model_overrides}, name, load_towers)
+
+
+def _spec(config: Mapping[str, Any], name: str, load_towers: bool) -> ModelSpec:
+    """``name``: as the job gives it; the catalogue keeps the towers of its multimodal models apart."""
+    towers = None if not name or os.path.exists(name) else find_towers(name)
+    if towers is not None:
+        config = {**towers, "text_config": config}
+    return model_spec_from_config(config, name=name, load_towers=load_towers)
 
 
 @functools.lru_cache(maxsize=256)
-def _catalogued_model_spec(name: str) -> ModelSpec:
-    return model_spec_from_config(find_model_config(name), name=name)
+def _catalogued_model_spec(name: str, load_towers: bool) -> ModelSpec:
+    return _spec(find_model_config(name), name, load_towers)
 
 
-def _named_model_spec(name: str) -> ModelSpec:
+def _named_model_spec(name: str, load_towers: bool) -> ModelSpec:
     # A path may change between calls; a catalogue entry does not.
     if os.path.exists(name):
-        return model_spec_from_config(find_model_config(name), name=os.path.basename(os.path.normpath(name)))
-    return _catalogued_model_spec(name)
+        return model_spec_from_config(
+            find_model_config(name), name=os.path.basename(os.path.normpath(name)), load_towers=load_towers
+        )
+    return _catalogued_model_spec(name, load_towers)
 
 
 def _gpu(job: Job) -> GpuSpec | None:

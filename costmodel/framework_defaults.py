@@ -92,6 +92,28 @@ def four_bit_keeps_inputs(framework: str, version: str) -> bool:
     return is_before_transformers_45(framework, version)
 
 
+# Multimodal models of which ``AutoModelForCausalLM`` gives the language model alone (transformers 5.24, modeling_auto.py).
+_CAUSAL_LM_WITHOUT_TOWERS: Final = frozenset({"llama4", "qwen3_5", "qwen3_5_moe"})
+
+
+def loads_towers(framework: str, wrapper: str) -> bool:
+    """Whether a framework by itself loads the encoders of images and sound of a multimodal model.
+
+    ``wrapper``: the ``model_type`` of the whole.
+
+    TRL takes the class that ``config.json`` names (1.16, trainer/utils.py), which is the whole model. litgpt and torchtune
+    have language models of their own. The loaders of the others were not read; the whole model is taken.
+    """
+    if framework in ("litgpt", "torchtune"):
+        return False
+    return framework != "transformers" or wrapper not in _CAUSAL_LM_WITHOUT_TOWERS
+
+
+def adapts_towers(framework: str) -> bool:
+    """Whether LoRA targets reach those encoders: LLaMA-Factory freezes them, Unsloth has a switch for each part."""
+    return framework not in ("llamafactory", "unsloth")
+
+
 # The first releases after bitsandbytes 0.48 (30 September 2025), or that allow it: litgpt pinned an older one until 0.5.12.
 _AFTER_BITSANDBYTES_48: Final = {
     "transformers": (4, 57, 0),
@@ -230,9 +252,11 @@ def own_defaults(
     return fields
 
 
-# peft 0.21, utils/constants.py, of the families modelled here. It knows no other: `get_peft_model` then stops and asks.
-_PEFT_TARGETS: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gptj", "llama", "llama4_text"), QUERY_AND_VALUE),
+# peft 0.21, utils/constants.py, by the model_type of what is loaded. It knows no other: `get_peft_model` then stops and
+# asks.
+_PEFT_TARGETS: Final[dict[str, str | tuple[str, ...]]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gptj", "llama", "llama4"), QUERY_AND_VALUE),
+    "gemma4": r".*language_model\..*\.(q_proj|v_proj)",
     **dict.fromkeys(("mistral", "mixtral", "opt", "qwen2", "qwen3", "stablelm"), QUERY_AND_VALUE),
     **dict.fromkeys(("bloom", "falcon", "gpt_neox"), ("query_key_value",)),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
@@ -242,6 +266,6 @@ _PEFT_TARGETS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def peft_targets(family: str) -> tuple[str, ...] | None:
-    """``lora_target_modules`` that peft takes for a family when none are given; ``None``: it takes none, and refuses."""
-    return _PEFT_TARGETS.get(family)
+def peft_targets(model_type: str) -> str | tuple[str, ...] | None:
+    """``lora_target_modules`` that peft takes for a model when none are given; ``None``: it takes none, and refuses."""
+    return _PEFT_TARGETS.get(model_type)

@@ -12,7 +12,7 @@ from costmodel.adapters import experts_are_stacked, plan_adapters
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
 from costmodel.model_spec import ModelSpec
 from costmodel.units import BYTES_PER_ELEMENT
-from costmodel.workload import num_trainable_params, stream_dtype
+from costmodel.workload import num_idle_params, num_trainable_params, stream_dtype
 
 # Bytes of one parameter in each storage; the scales are inside.
 # nf4 / fp4: 4 bit and one fp32 scale for 64 weights; double quantisation keeps the scales in 8 bit, with one fp32 for 256
@@ -141,6 +141,20 @@ def quantized_params(model: ModelSpec, job: ResolvedJob) -> int:
     return total
 
 
+def _tower_bytes(model: ModelSpec, job: ResolvedJob) -> int:
+    """Encoders of images and sound. bitsandbytes replaces their linears too; Unsloth's 4-bit models keep them in 16 bit."""
+    if not model.towers:
+        return 0
+    width = BYTES_PER_ELEMENT[stream_dtype(job)]
+    if job.quantization not in BITSANDBYTES or job.framework == "unsloth":
+        return width * model.tower_params
+    linears = [counted for tower in model.towers for counted in tower.counted_linears()]
+    quantized = sum(linear.in_features * linear.out_features * count for linear, count in linears)
+    of_rows = 4 * sum(linear.out_features * count for linear, count in linears) if job.quantization == "int8" else 0
+    of_each = quantized_element_bytes(job.quantization, double_quant=job.double_quant)
+    return width * (model.tower_params - quantized) + int(of_each * quantized) + of_rows
+
+
 @lru_cache(maxsize=512)
 def held_bytes(model: ModelSpec, job: ResolvedJob) -> Held:
     """Weights, adapters, optimizer states and gradients. Source: ``docs/formulas.md``, section memory."""
@@ -153,9 +167,10 @@ def held_bytes(model: ModelSpec, job: ResolvedJob) -> Held:
         if job.quantization == "int8":
             weights += 4 * sum(linear.out_features * count for layer, count in model.layers for linear in layer.linears)
     trained_bytes = trained_parameter_bytes(model, job)
+    idle_bytes = num_idle_params(model, job) * BYTES_PER_ELEMENT[job.adapter_dtype] if job.is_peft else 0
     return Held(
-        weights_bytes=weights,
-        adapters_bytes=trained_bytes if job.is_peft else 0,
+        weights_bytes=weights + _tower_bytes(model, job),
+        adapters_bytes=trained_bytes + idle_bytes if job.is_peft else 0,
         optimizer_bytes=_optimizer_bytes(model, job, trained_bytes) + _master_bytes(model, job, trained_bytes),
         gradients_bytes=trained_bytes,
     )

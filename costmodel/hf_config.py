@@ -19,6 +19,7 @@ from costmodel.data_files import DATA_FOLDER
 from costmodel.errors import SHOWN_CHARACTERS, CostModelError, UnsupportedModelError, shown
 from costmodel.families import ALIASES, FAMILIES
 from costmodel.model_spec import Layer, ModelSpec
+from costmodel.towers import with_towers
 
 _DTYPES: Final = {"float32", "bfloat16", "float16"}
 MAX_LAYERS: Final = 10_000  # far above any model; a typo must not count for hours
@@ -26,15 +27,17 @@ _MAX_ROPE_FACTOR: Final = 10_000
 _REQUIRED: Final = ("hidden_size", "num_hidden_layers")
 
 
-def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> ModelSpec:
+def model_spec_from_config(config: Mapping[str, Any], *, name: str = "", load_towers: bool = True) -> ModelSpec:
     """The counted model of one ``config.json``; fields it leaves out are those of its config class.
+
+    ``load_towers=False``: of a multimodal config the language model alone.
 
     Raises :class:`UnsupportedModelError` for a family that is not in :data:`FAMILIES`, :class:`CostModelError` for a
     config without the fields that fix its size or with one that is not a positive whole number.
     """
     if not isinstance(config, Mapping):
         raise must_be("the model config", "the mapping that a config.json holds (find_model_config reads one)", config)
-    config = _text_config(config)
+    outer, config = config, _text_config(config)
     model_type = config.get("model_type")
     if not model_type:
         raise CostModelError("the model config has no model_type; a Hugging Face config.json names it")
@@ -57,7 +60,7 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
         )
     outside = family.outside(fields)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return ModelSpec(
+    model = ModelSpec(
         name=name or str(config.get("_name_or_path") or model_type),
         family=known,
         hidden_size=fields.hidden_size,
@@ -80,6 +83,7 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "") -> Mode
         activations_checked=family.activations_checked,
         max_position_embeddings=_num_positions(fields, config),
     )
+    return with_towers(model, outer) if load_towers else model
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ A ``Trainer`` gives back what loading reserved before its first step: this peak 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -17,7 +17,7 @@ from costmodel.adapters import experts_are_stacked
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
 from costmodel.framework_defaults import OWN_KERNEL_FRAMEWORKS
 from costmodel.held_memory import element_bytes, quantized_element_bytes
-from costmodel.model_spec import NO_ATTENTION, Experts, Layer, ModelSpec
+from costmodel.model_spec import NO_ATTENTION, Experts, Layer, ModelSpec, Tower
 
 # Bytes of an element beside its quantised form while that is made (bitsandbytes 0.50): the tensor as it was loaded, and for
 # double quantisation the fp32 scale of 64 elements twice, for int8 a copy in fp16.
@@ -128,7 +128,17 @@ def _outside(model: ModelSpec, load: _Load) -> list[_Tensor]:
     width = load.loaded_bytes
     found = [(f"{model.embedding_path}.weight", model.embedding_params), (f"{model.head_path}.weight", model.head_params)]
     rest = Layer(model.linears, model.norms, NO_ATTENTION, weights=model.weights)
-    return [_Tensor(name, width * size) for name, size in found if size] + list(_tensors(rest, model, load))
+    of_towers = [tensor for tower in model.towers for tensor in _of_tower(tower, model, load)]
+    return [_Tensor(name, width * size) for name, size in found if size] + list(_tensors(rest, model, load)) + of_towers
+
+
+def _of_tower(tower: Tower, model: ModelSpec, load: _Load) -> Iterator[_Tensor]:
+    """An encoder of images or sound."""
+    of_layer = list(_tensors(tower.layer, model, load))
+    for index in range(tower.num_layers):
+        for each in of_layer:
+            yield replace(each, name=f"{tower.layers_path}.{index}.{each.name}")
+    yield from _tensors(tower.outside, model, load)
 
 
 def _tensors(layer: Layer, model: ModelSpec, load: _Load) -> Iterator[_Tensor]:

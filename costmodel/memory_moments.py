@@ -85,7 +85,7 @@ def _gathered_bytes(model: ModelSpec, job: ResolvedJob, types: ElementBytes) -> 
     """Weights that ZeRO-3 holds whole during a pass: all outside the layers, the layer at work and the one fetched ahead."""
     if job.sharding.parts(3) == 1:
         return 0.0
-    stored = held_bytes(model, job).weights_bytes / model.num_params
+    stored = held_bytes(model, job).weights_bytes / (model.num_params + model.tower_params)
     per_param = stored if job.quantization else float(types.compute)
     if not job.sharding.wraps_layers:
         return per_param * model.num_params

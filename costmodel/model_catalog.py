@@ -106,6 +106,18 @@ def find_model_config(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     return _config_from_hub(name)
 
 
+def find_towers(name: str) -> dict[str, Any] | None:
+    """What a catalogued multimodal model has besides its language model: ``model_type`` of the whole, and ``vision_config``
+    and ``audio_config``. ``None`` for others, and for what is in no catalogue (its own config says it)."""
+    model_id = find_model_id(name)
+    return dict(_towers()[model_id]) if model_id in _towers() else None
+
+
+@functools.cache
+def _towers() -> dict[str, dict[str, Any]]:
+    return _read_json_object(os.path.join(DATA_FOLDER, "models", "towers.json"))
+
+
 def _config_from_path(path: str) -> dict[str, Any]:
     if os.path.isdir(path):
         config_path = os.path.join(path, "config.json")

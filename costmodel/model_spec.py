@@ -7,7 +7,7 @@ Names are the paths of transformers 5, so that the rules of peft can be applied 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from costmodel.units import BYTES_PER_ELEMENT
@@ -299,6 +299,41 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Tower:
+    """An encoder of images or sound beside a language model, and what leads from it there: no row of text reaches it."""
+
+    layers_path: str
+    layer: Layer
+    num_layers: int
+    outside: Layer  # everything else, by whole paths
+
+    @property
+    def num_params(self) -> int:
+        return self.layer.num_params * self.num_layers + self.outside.num_params
+
+    def counted_linears(self) -> Iterator[tuple[Linear, int]]:
+        """(linear, how many of it); those of the layers by their names inside one."""
+        for linear in self.layer.linears:
+            yield linear, self.num_layers
+        for linear in self.outside.linears:
+            yield linear, 1
+
+    def linears(self) -> Iterator[Linear]:
+        """Every ``nn.Linear``, by its whole path."""
+        for index in range(self.num_layers):
+            for linear in self.layer.linears:
+                yield replace(linear, name=f"{self.layers_path}.{index}.{linear.name}")
+        yield from self.outside.linears
+
+    def parameters(self) -> Iterator[tuple[str, int]]:
+        """(whole path, elements) of every parameter."""
+        for index in range(self.num_layers):
+            for name, size in self.layer.parameters():
+                yield f"{self.layers_path}.{index}.{name}", size
+        yield from self.outside.parameters()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only language model as counted weights. ``layers`` are runs of equal layers: ((layer, how many), ...)."""
 
@@ -323,6 +358,9 @@ class ModelSpec:
     checkpoint_quantization: str | None = None  # mxfp4 | fp8: how the published weights are packed
     activations_checked: bool = True  # False: activation bytes follow from the layers but were held against no trace
     max_position_embeddings: int | None = None  # the longest sequence that the positions were made for
+    wrapper: str = ""  # model_type of the multimodal class that this is the language model of
+    towers: tuple[Tower, ...] = ()  # what is loaded beside it; in no other figure of this record
+    uncounted_towers: tuple[str, ...] = ()  # model_type of encoders that nothing is known of
 
     def __hash__(self) -> int:
         """Of a few fields only: specs are keys of many caches, and hashing every layer would cost more than it saves."""
@@ -352,8 +390,12 @@ class ModelSpec:
         return Layer(self.linears, self.norms, NO_ATTENTION, weights=self.weights).num_params
 
     @property
+    def tower_params(self) -> int:
+        return sum(tower.num_params for tower in self.towers)
+
+    @property
     def num_params(self) -> int:
-        """All weights, a tied head counted once."""
+        """All weights of the language model, a tied head counted once."""
         blocks = sum(layer.num_params * count for layer, count in self.layers)
         return self.embedding_params + self.head_params + blocks + self.outside_params
 

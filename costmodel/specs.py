@@ -295,6 +295,7 @@ class Job(Record):
     quantization: Quantization | None = None
     double_quant: bool | None = None
     prepare_model_for_kbit_training: bool | None = None
+    load_towers: bool | None = None
 
     # LoRA
     lora_r: int | None = Field(default=None, ge=1, le=MAX_LORA_R)

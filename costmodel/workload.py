@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from costmodel.adapters import LayerAdapters, plan_adapters
 from costmodel.defaults import BITSANDBYTES, ResolvedJob
+from costmodel.framework_defaults import adapts_towers
 from costmodel.model_spec import Experts, Layer, Linear, ModelSpec
 
 GROUPS = ("attention_linears", "attention_scores", "scan", "mlp", "experts", "router", "adapters", "adapter_merge", "head")
@@ -103,6 +104,13 @@ class Flops:
 def num_trainable_params(model: ModelSpec, job: ResolvedJob) -> int:
     """Parameters the optimizer updates."""
     return plan_adapters(model, job).num_params if job.is_peft else model.num_params
+
+
+def num_idle_params(model: ModelSpec, job: ResolvedJob) -> int:
+    """Parameters that may be trained and are never reached: those in encoders of images and sound, or of adapters there."""
+    if job.is_peft:
+        return plan_adapters(model, job).idle_params
+    return model.tower_params if adapts_towers(job.framework) else 0
 
 
 def stream_dtype(job: ResolvedJob) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from costmodel.defaults import resolve
-from costmodel.hf_config import model_spec_from_config
-from costmodel.model_catalog import find_model_config
+from costmodel.described_job import model_of
 from costmodel.specs import parse_job
 from costmodel.workload import Batch, hardware_flops, model_flops, with_masked_pairs
 from ftcost_callback.recorder import StepAggregate
@@ -27,7 +26,7 @@ class FlopsCounter:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         parsed = parse_job(job if job.get("max_length") is not None else {**job, "max_length": _ANY_LENGTH})
-        self._model = model_spec_from_config({**find_model_config(parsed.model), **parsed.model_overrides})
+        self._model = model_of(parsed)
         self._job, _ = resolve(parsed, self._model)
 
     def per_second(self, steps: StepAggregate) -> tuple[float, float] | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from costmodel.errors import CostModelError
+from costmodel.towers import TOWER_CONFIGS, TOWER_PARTS
 
 _WRAPPERS: Final = {
     "DataParallel": "module",
@@ -55,8 +56,9 @@ def logical_numel(parameter: Any) -> int:
 def model_facts(model: Any) -> dict[str, Any]:
     """Logical counts and names of the live model.
 
-    ``num_active_params`` are the weights that work on one token: routed experts by their top-k share, look-up tables
-    (an input embedding that is not also the head) left out. Absent for a MoE whose experts are not recognised.
+    ``num_active_params`` are the weights that work on one token of text: routed experts by their top-k share, look-up tables
+    (an input embedding that is not also the head) and encoders of images and sound left out. Absent for a MoE whose experts
+    are not recognised.
     """
     model = unwrapped(model)
     config = getattr(model, "config", None)
@@ -88,15 +90,24 @@ def _packed_buffer_weights(model: Any) -> int:
 
 
 def _num_active_params(model: Any, counts: Mapping[str, int], num_params: int) -> int | None:
-    active = float(num_params - _lookup_only_params(model))
+    idle = _lookup_only_params(model) + _tower_params(model, counts)
+    active = float(num_params - idle)
     for prefix, num_experts, top_k in _expert_groups(model):
         if top_k is None:
             return None
         routed = sum(count for name, count in counts.items() if name.startswith(prefix))
         active -= routed * (1 - top_k / num_experts)
-    if active == num_params - _lookup_only_params(model) and has_routed_experts(model):
+    if active == num_params - idle and has_routed_experts(model):
         return None
     return round(active)
+
+
+def _tower_params(model: Any, counts: Mapping[str, int]) -> int:
+    """Encoders of images and sound beside a language model, and what leads from them there."""
+    config = getattr(model, "config", None)
+    if not any(getattr(config, name, None) is not None for name in TOWER_CONFIGS):
+        return 0
+    return sum(count for name, count in counts.items() if not TOWER_PARTS.isdisjoint(name.split(".")))
 
 
 def _lookup_only_params(model: Any) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.errors import CostModelError, shown
 from costmodel.specs import OPTIMIZERS, GpuSpec, is_fine_tuning_loss
+from costmodel.towers import TOWER_MODULES, tower_configs
 from ftcost_callback.dataset_lengths import dataset_lengths, num_documents
 from ftcost_callback.live_device import device_facts, versions
 from ftcost_callback.live_model import (
@@ -94,7 +95,7 @@ def job_from_objects(
     model = unwrapped(model)
     _require_modelled_training(model, args)
     fields: dict[str, Any] = {
-        "model": _model_config(model),
+        **_model_fields(model),
         **_device_fields(args, gpu),
         **method_fields(model),
         **quantization_fields(model),
@@ -133,6 +134,15 @@ def _model_config(model: Any) -> dict[str, Any]:
     fields = {name: value for name, value in to_dict().items() if name != "quantization_config"}
     plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))
     return plain
+
+
+def _model_fields(model: Any) -> dict[str, Any]:
+    config = _model_config(model)
+    fields: dict[str, Any] = {"model": config}
+    if tower_configs(config):
+        modules = {part for name, _ in model.named_modules() for part in name.split(".")}
+        fields["load_towers"] = not modules.isdisjoint(TOWER_MODULES)
+    return fields
 
 
 def _device_fields(args: Any, gpu: str | Mapping[str, Any] | GpuSpec | None) -> dict[str, Any]:

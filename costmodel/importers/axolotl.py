@@ -499,7 +499,7 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "expert_parallel_fallback_on_unsupported": "experts spread over GPUs are not modelled",
     "do_causal_lm_eval": "evaluation by generation is not counted",
     "do_bench_eval": "the benchmark evaluation is not counted",
-    "freeze_mm_modules": "vision towers are not modelled",
+    "freeze_mm_modules": "encoders of images and sound are counted as trainable, which rows of text do not reach",
     "multipack_real_batches": "packed rows stay apart; each is counted at sequence_len",
 }
 

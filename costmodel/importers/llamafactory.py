@@ -240,7 +240,7 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "oft_block_size": "OFT is estimated as LoRA",
     "oft_target": "OFT is estimated as LoRA",
     "module_dropout": "OFT is estimated as LoRA",
-    "freeze_vision_tower": "vision towers are not modelled",
+    "freeze_vision_tower": "the encoder of images is counted as frozen",
     "image_max_pixels": "image tokens are not counted",
     "image_min_pixels": "image tokens are not counted",
     "video_max_pixels": "video tokens are not counted",

@@ -64,6 +64,7 @@ FLAG_VALUES: dict[str, tuple[str | None, Any]] = {
     "quantization": ("nf4", "nf4"),
     "double_quant": (None, True),
     "prepare_model_for_kbit_training": (None, True),
+    "load_towers": (None, True),
     "lora_r": ("16", 16),
     "lora_alpha": ("32", 32.0),
     "lora_dropout": ("0.05", 0.05),

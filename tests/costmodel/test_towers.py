@@ -1,0 +1,274 @@
+"""Multimodal models: what lies beside the language model is counted as the real classes hold it, adapted as peft does."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodel import estimate, model_spec_from_config
+from costmodel.data_files import DATA_FOLDER
+from costmodel.errors import CostModelError
+from costmodel.model_catalog import find_model_config, find_towers
+from costmodel.model_spec import ModelSpec
+from costmodel.towers import _COUNTED
+
+# Weights that a published checkpoint holds beside its language model: its tensors, less those of the language model, of
+# multi-token prediction and of buffers.
+PUBLISHED = {
+    "google/gemma-3-4b-it": 419_816_304,
+    "google/gemma-3-12b-it": 421_290_864,
+    "google/gemma-3-27b-it": 423_060_336,
+    "google/gemma-4-26B-A4B-it": 572_792_112,
+    "google/gemma-4-31B-it": 575_741_232,
+    "google/gemma-4-E2B-it": 475_728_160,
+    "google/gemma-4-E4B-it": 478_087_456,
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 871_932_416,
+    "meta-llama/Llama-4-Scout-17B-16E": 871_932_416,
+    "Qwen/Qwen3.5-0.8B": 100_592_896,
+    "Qwen/Qwen3.5-122B-A10B": 451_290_864,
+    "Qwen/Qwen3.5-27B": 460_730_096,
+    "Qwen/Qwen3.5-2B": 331_416_576,
+    "Qwen/Qwen3.5-35B-A3B": 446_571_248,
+    "Qwen/Qwen3.5-397B-A17B": 456_010_480,
+    "Qwen/Qwen3.5-4B": 333_514_240,
+    "Qwen/Qwen3.5-9B": 456_010_480,
+    "Qwen/Qwen3.6-27B": 460_730_096,
+    "Qwen/Qwen3.6-35B-A3B": 446_571_248,
+}
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 300,
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**TEXT, "model_type": "gemma3_text"},
+        "vision_config": {
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "image_size": 56, "patch_size": 14, "vision_use_head": False,
+        },
+    },
+    "gemma3 with a pooling head": {
+        "text_config": {**TEXT, "model_type": "gemma3_text"},
+        "vision_config": {
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 56,
+            "patch_size": 14,
+        },
+    },
+    "gemma4": {
+        "text_config": {
+            **TEXT, "model_type": "gemma4_text", "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
+            "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+        },
+        "vision_config": {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 32, "patch_size": 8,
+        },
+        "audio_config": {
+            "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 48,
+            "subsampling_conv_channels": [16, 8],
+        },
+    },
+    "qwen3_5": {
+        "text_config": {**TEXT, "model_type": "qwen3_5_text"},
+        "vision_config": {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
+        },
+    },
+    "llama4": {
+        "text_config": {**TEXT, "model_type": "llama4_text", "num_local_experts": 2},
+        "vision_config": {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 56,
+            "patch_size": 14, "vision_output_dim": 40, "projector_input_dim": 40, "projector_output_dim": 40,
+        },
+    },
+    "mistral3": {
+        "tie_word_embeddings": False,  # as its checkpoints are, which hold both; the class of the whole would tie them
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "head_dim": 16, "patch_size": 8,
+        },
+    },
+}  # fmt: skip
+
+
+def real_model(case: str) -> Any:
+    """The real class, on torch's meta device."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(case.partition(" ")[0], **TINY[case])
+    with torch.device("meta"):
+        return transformers.AutoModelForImageTextToText.from_config(config)
+
+
+def spec_of(case: str, model: Any) -> ModelSpec:
+    return model_spec_from_config(json.loads(json.dumps(model.config.to_dict(), default=str)), name=case)
+
+
+def is_of_tower(name: str) -> bool:
+    return "language_model" not in name and not name.startswith("lm_head")
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_every_weight_is_where_the_real_class_has_it(case: str) -> None:
+    model = real_model(case)
+    spec = spec_of(case, model)
+    real = {name: math.prod(each.shape) for name, each in model.named_parameters()}
+    assert {name: size for tower in spec.towers for name, size in tower.parameters()} == {
+        name: size for name, size in real.items() if is_of_tower(name)
+    }
+    assert spec.num_params + spec.tower_params == sum(real.values())
+    assert dict(spec.parameters()) == {name: size for name, size in real.items() if not is_of_tower(name)}
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_bitsandbytes_would_replace_these_linears(case: str) -> None:
+    torch = pytest.importorskip("torch")
+    model = real_model(case)
+    real = {name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear) and is_of_tower(name)}
+    assert {linear.name for tower in spec_of(case, model).towers for linear in tower.linears()} == real
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["q_proj", "v_proj"],
+        "all-linear",
+        r".*language_model.*\.(q_proj|o_proj)",
+        r"model\.language_model\.layers\.0\.self_attn\.(q|k|v|o)_proj",
+        ["o_proj", "fc1"],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", [case for case in TINY if " " not in case])
+def test_adapters_are_those_of_peft_there_too(case: str, targets: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = real_model(case)
+    config = json.loads(json.dumps(model.config.to_dict(), default=str))
+    job = {
+        "model": {**config, "model_type": case},
+        "framework": "transformers",
+        "load_towers": True,
+        "method": "lora",
+        "lora_r": 4,
+        "lora_target_modules": targets,
+        "max_length": 64,
+    }
+    try:
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    except ValueError as error:
+        with pytest.raises(CostModelError, match="peft refuses" if "not supported" in str(error) else "no weight of"):
+            estimate(job)
+        return
+    assert estimate(job).num_trainable_params == adapted.get_nb_trainable_parameters()[0]
+
+
+def test_the_catalogue_has_the_towers_that_were_published() -> None:
+    path = Path(DATA_FOLDER) / "models" / "towers.json"
+    assert set(json.loads(path.read_text())) == set(PUBLISHED)
+    for name, size in PUBLISHED.items():
+        towers = find_towers(name)
+        assert towers is not None
+        spec = model_spec_from_config({**towers, "text_config": find_model_config(name)}, name=name)
+        assert spec.tower_params == size, name
+
+
+def test_defaults_are_those_of_the_config_classes() -> None:
+    transformers = pytest.importorskip("transformers")
+    classes = {
+        ("gemma3", "vision_config"): transformers.SiglipVisionConfig,
+        ("gemma4", "vision_config"): transformers.Gemma4VisionConfig,
+        ("gemma4", "audio_config"): transformers.Gemma4AudioConfig,
+        ("qwen3_5", "vision_config"): type(transformers.Qwen3_5Config().vision_config),
+        ("qwen3_5_moe", "vision_config"): type(transformers.Qwen3_5MoeConfig().vision_config),
+        ("llama4", "vision_config"): transformers.Llama4VisionConfig,
+        ("mistral3", "vision_config"): transformers.PixtralVisionConfig,
+    }
+    assert {(wrapper, name) for wrapper, encoders in _COUNTED.items() for name in encoders} == set(classes)
+    for (wrapper, name), config_class in classes.items():
+        defaults = {"vision_use_head": True, **config_class().to_dict()}
+        of_wrapper = transformers.Mistral3Config().to_dict() if wrapper == "mistral3" else {}
+        for field, value in _COUNTED[wrapper][name].defaults.items():
+            real = defaults.get(field, of_wrapper.get(field))
+            assert (tuple(real) if isinstance(real, list) else real) == value, (wrapper, name, field)
+
+
+def test_each_framework_loads_what_its_loader_does() -> None:
+    """AutoModelForCausalLM of transformers has the whole of some and the language model of others; TRL reads config.json."""
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    trl_utils = pytest.importorskip("trl.trainer.utils")
+    for model in PUBLISHED:
+        towers = find_towers(model)
+        assert towers is not None
+        job = {"model": model, "max_length": 64, "num_gpus": 1, "method": "full"}
+        causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[towers["model_type"]]
+        assert estimate(job, framework="transformers").job["load_towers"] == causal.endswith("ConditionalGeneration")
+        assert estimate(job, framework="trl").job["load_towers"] is True
+        assert estimate(job, framework="litgpt", max_length=64).job["load_towers"] is False
+    import inspect
+
+    assert "getattr(transformers, config.architectures[0]" in inspect.getsource(trl_utils.create_model_from_path)
+
+
+def test_what_they_take_is_their_weights_and_nothing_else() -> None:
+    job = {
+        "model": "google/gemma-3-4b-it", "framework": "trl", "method": "lora", "lora_target_modules": ["down_proj"],
+        "gpu": "A100-SXM4-80GB", "max_length": 512, "lengths": {"fixed": 512}, "max_steps": 10,
+    }  # fmt: skip
+    whole, alone = estimate(job), estimate(job, load_towers=False)
+    width = 4  # TRL loads in fp32
+    assert whole.memory.weights_bytes - alone.memory.weights_bytes == width * PUBLISHED["google/gemma-3-4b-it"]
+    assert whole.memory.peak_allocated_bytes - alone.memory.peak_allocated_bytes == pytest.approx(
+        width * PUBLISHED["google/gemma-3-4b-it"], rel=1e-6
+    )
+    assert whole.step_seconds == alone.step_seconds
+    assert whole.num_params - alone.num_params == PUBLISHED["google/gemma-3-4b-it"]
+    assert whole.num_active_params == alone.num_active_params
+    assert [each for each in whole.warnings if "420 million weights of gemma3 encode images and sound" in each]
+    assert not [each for each in alone.warnings if "images" in each]
+
+
+def test_bitsandbytes_packs_their_linears_but_unsloth_does_not() -> None:
+    job = {"model": "google/gemma-3-4b-it", "method": "qlora", "lora_target_modules": "all-linear", "max_length": 512}
+
+    def of_towers(framework: str) -> int:
+        job_there = {**job, "framework": framework}
+        return estimate(job_there).memory.weights_bytes - estimate(job_there, load_towers=False).memory.weights_bytes
+
+    linears = 27 * (4 * 1152 * 1152 + 2 * 1152 * 4304)
+    rest = PUBLISHED["google/gemma-3-4b-it"] - linears
+    assert of_towers("unsloth") == 2 * PUBLISHED["google/gemma-3-4b-it"]
+    assert of_towers("trl") == pytest.approx(2 * rest + (0.5 + 4 / 64) * linears, abs=1)
+
+
+def test_weights_of_full_training_have_no_gradient_and_no_state_there() -> None:
+    job = {"model": "google/gemma-3-4b-it", "framework": "trl", "max_length": 512, "method": "full"}
+    whole, alone = estimate(job), estimate(job, load_towers=False)
+    towers = PUBLISHED["google/gemma-3-4b-it"]
+    assert whole.num_trainable_params - alone.num_trainable_params == towers
+    assert whole.memory.optimizer_bytes == alone.memory.optimizer_bytes
+    assert whole.memory.gradients_bytes == alone.memory.gradients_bytes
+    # LLaMA-Factory freezes them
+    frozen = estimate(job, framework="llamafactory")
+    assert frozen.num_params - frozen.num_trainable_params == towers
+
+
+def test_encoders_that_are_not_known_are_named() -> None:
+    config = {
+        "model_type": "llava",
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64},
+    }
+    answer = estimate(model=config, max_length=64)
+    assert [each for each in answer.warnings if "the weights of clip_vision_model, which llava has" in each]
+
+
+def test_load_towers_of_a_model_without_is_refused() -> None:
+    with pytest.raises(CostModelError, match="load_towers is for multimodal models"):
+        estimate(model="Qwen/Qwen3-4B", load_towers=True, max_length=64)
+    assert "load_towers" not in estimate(model="Qwen/Qwen3-4B", max_length=64).assumed
