@@ -73,6 +73,15 @@ def summary_values(summary: Summary) -> dict[str, Any]:
     return {f"{PREFIX}summary/{name}": value for name, value in _flat(summary.to_row()) if name != "type"}
 
 
+def closing_values(summary: Summary) -> dict[str, float]:
+    """What the bill's own keys come to at the end, for a tracker that shows the last value of each: the last report is from
+    before the last evaluation and the last save."""
+    if summary.spent_usd is None:
+        return {}
+    names = ("projected_usd", "projected_usd_low", "projected_usd_high") if summary.status == "finished" else ()
+    return {f"{PREFIX}cost/{name}": summary.spent_usd for name in ("spent_usd", *names)}
+
+
 def expert_histograms(load: Any, detail: Detail) -> dict[str, Histogram]:
     """Key -> histogram of the share of tokens by expert, one for each shown layer; empty without an expert load."""
     if not isinstance(load, ExpertLoad) or load.status == "not_recorded":

@@ -29,7 +29,7 @@ from ftcost_callback.metrics import (
 )
 from ftcost_callback.records import Budget, Prediction, Session, Summary, TrainerLog, Window
 from ftcost_callback.sinks.console import budget_line
-from ftcost_callback.sinks.tracker_rows import bounded, expert_histograms, session_config, summary_values
+from ftcost_callback.sinks.tracker_rows import bounded, closing_values, expert_histograms, session_config, summary_values
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class WandbSink:
         if is_open and (self._left_open[0] < summary.global_step or not _is_steered(run)):
             run.log({}, commit=True)
         self._left_open = (-1, frozenset())
-        run.summary.update(summary_values(summary))
+        run.summary.update(summary_values(summary) | closing_values(summary))
 
     def _alert_if_reachable(self, run: Any, fields: dict[str, Any], before: threading.Thread | None) -> None:
         if before is not None:

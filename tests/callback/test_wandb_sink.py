@@ -80,6 +80,7 @@ def test_rows_config_summary_and_alert(tmp_path: Path) -> None:
     }
     summary = merged(tmp_path, "summary")
     assert summary["ftcost/summary/spent_usd"] == 0.25
+    assert summary["ftcost/cost/spent_usd"] == 0.25
     assert summary["ftcost/summary/measured_over_predicted/before/step_seconds"] == 1.04
     assert summary["ftcost/summary/verdict"] == "on plan"
     assert [record["alert"] for record in records(tmp_path) if record["type"] == "alert"] == [

@@ -84,6 +84,9 @@ def test_a_resume_in_a_new_session_of_the_client_goes_on_in_the_same_run(
     assert record.summary is not None
     assert run.summary["ftcost/summary/num_sessions"] == 2
     assert run.summary["ftcost/summary/spent_usd"] == pytest.approx(record.summary.spent_usd)
+    # what a table of runs shows, which would be the last report's otherwise: from before the last evaluation and save
+    for name in ("spent_usd", "projected_usd", "projected_usd_low", "projected_usd_high"):
+        assert run.summary[f"ftcost/cost/{name}"] == pytest.approx(record.summary.spent_usd)
 
 
 def test_a_project_gives_the_runs_that_are_ours(server: WandbServer, tmp_path: Path) -> None:
