@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.capacity import Fit
-from costmodel.cost import RunTime, dollars
+from costmodel.cost import RunTime, dollars, run_length
 from costmodel.defaults import ResolvedJob, defaults_source
 from costmodel.described_job import DescribedJob
 from costmodel.device_rates import peak_flops_per_second
@@ -146,6 +146,15 @@ def _copy(value: Any) -> Any:
     return value
 
 
+def _num_steps(described: DescribedJob) -> int | None:
+    """Optimizer steps of a run whose time is not known; ``None`` also where how many samples a packed row holds is not."""
+    job, tokens = described.job, described.tokens
+    if tokens is None and job.packing:
+        return None
+    length = run_length(job, tokens.num_samples if tokens else job.per_device_train_batch_size)
+    return length.num_steps if length else None
+
+
 def answer_from(
     described: DescribedJob,
     memory: MemoryBreakdown,
@@ -221,7 +230,7 @@ def answer_from(
         peak_flops_per_second=peak,
         mfu=utilisation(model_work),
         hfu=utilisation(hardware_work),
-        num_steps=run.num_steps if run else None,
+        num_steps=run.num_steps if run else _num_steps(described),
         train_seconds=run.train_seconds if run else None,
         eval_seconds=run.eval_seconds if run else None,
         save_seconds=run.save_seconds if run else None,

@@ -19,6 +19,15 @@ from costmodel.units import SECONDS_PER_HOUR
 
 
 @dataclass(frozen=True, slots=True)
+class RunLength:
+    """``num_epochs`` ``None``: unknown, and so is what happens once an epoch."""
+
+    num_steps: int
+    num_micro_batches: float  # on one GPU
+    num_epochs: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """How often each thing happens in the run."""
 
@@ -54,32 +63,10 @@ def schedule(job: ResolvedJob, tokens: BatchTokens, evaluated: BatchTokens | Non
     Raises :class:`CostModelError` where ``dataloader_drop_last`` leaves no batch: the Trainer refuses or makes no step.
     Source: transformers 5.24 ``Trainer.set_initial_training_values``; ``DefaultFlowCallback`` for evaluations and saves.
     """
-    accumulation = job.gradient_accumulation_steps
-    epochs: float | None = job.num_train_epochs
-    if job.num_samples is None:
-        if job.max_steps is None:
-            return None
-        steps, micro_batches = job.max_steps, float(job.max_steps * accumulation)
-        epochs = None  # unknown, and so is what happens once an epoch
-    else:
-        samples_per_batch = tokens.num_samples * job.num_gpus
-        batches = job.num_samples / samples_per_batch
-        whole = math.floor(batches + 1e-9) if job.dataloader_drop_last else math.ceil(batches - 1e-9)
-        if job.dataloader_drop_last and not whole:
-            raise CostModelError(
-                f"dataloader_drop_last leaves nothing to train on: the {job.num_samples:,} samples do not fill one batch of "
-                f"{samples_per_batch:,.0f} over all GPUs; give more samples or a smaller batch, or leave it out"
-            )
-        batches_per_epoch = max(1, whole)
-        keeps_partial_group = transformers_major(job.framework, job.framework_version) >= 5
-        per_epoch = math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
-        per_epoch = max(1, per_epoch)
-        steps = job.max_steps if job.max_steps is not None else math.ceil(job.num_train_epochs * per_epoch)
-        # steps are whole: only the last one of an epoch may be of fewer batches
-        of_epoch = batches_per_epoch if keeps_partial_group else min(batches_per_epoch, per_epoch * accumulation)
-        whole_epochs, steps_left = divmod(steps, per_epoch)
-        micro_batches = float(whole_epochs * of_epoch + steps_left * accumulation)
-        epochs = whole_epochs + steps_left * accumulation / of_epoch
+    length = run_length(job, tokens.num_samples)
+    if length is None:
+        return None
+    steps, epochs = length.num_steps, length.num_epochs
     eval_every = job.eval_steps if job.eval_steps is not None else 500
     num_evaluations = num_pauses(
         job.eval_strategy,
@@ -98,7 +85,34 @@ def schedule(job: ResolvedJob, tokens: BatchTokens, evaluated: BatchTokens | Non
     if job.num_eval_samples is not None:
         samples_per_batch = evaluated.num_samples if evaluated is not None else job.per_device_eval_batch_size
         eval_batches = math.ceil(job.num_eval_samples / (samples_per_batch * job.num_gpus) - 1e-9)
-    return Schedule(steps, micro_batches, num_evaluations, eval_batches, num_saves)
+    return Schedule(steps, length.num_micro_batches, num_evaluations, eval_batches, num_saves)
+
+
+def run_length(job: ResolvedJob, samples_per_batch: float) -> RunLength | None:
+    """How long the run is, ``samples_per_batch`` being those of one GPU's micro-batch. As :func:`schedule` otherwise."""
+    accumulation = job.gradient_accumulation_steps
+    if job.num_samples is None:
+        if job.max_steps is None:
+            return None
+        return RunLength(job.max_steps, float(job.max_steps * accumulation), None)
+    of_all = samples_per_batch * job.num_gpus
+    batches = job.num_samples / of_all
+    whole = math.floor(batches + 1e-9) if job.dataloader_drop_last else math.ceil(batches - 1e-9)
+    if job.dataloader_drop_last and not whole:
+        raise CostModelError(
+            f"dataloader_drop_last leaves nothing to train on: the {job.num_samples:,} samples do not fill one batch of "
+            f"{of_all:,.0f} over all GPUs; give more samples or a smaller batch, or leave it out"
+        )
+    batches_per_epoch = max(1, whole)
+    keeps_partial_group = transformers_major(job.framework, job.framework_version) >= 5
+    per_epoch = math.ceil(batches_per_epoch / accumulation) if keeps_partial_group else batches_per_epoch // accumulation
+    per_epoch = max(1, per_epoch)
+    steps = job.max_steps if job.max_steps is not None else math.ceil(job.num_train_epochs * per_epoch)
+    # steps are whole: only the last one of an epoch may be of fewer batches
+    of_epoch = batches_per_epoch if keeps_partial_group else min(batches_per_epoch, per_epoch * accumulation)
+    whole_epochs, steps_left = divmod(steps, per_epoch)
+    micro_batches = float(whole_epochs * of_epoch + steps_left * accumulation)
+    return RunLength(steps, micro_batches, whole_epochs + steps_left * accumulation / of_epoch)
 
 
 def steps_between(setting: float, num_steps: int) -> int:

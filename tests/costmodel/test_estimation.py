@@ -204,7 +204,7 @@ def test_an_evaluation_and_a_save_are_in_the_bill() -> None:
 def test_what_is_not_known_is_null_and_said() -> None:
     without_lengths = {name: value for name, value in DENSE_JOB.items() if name != "lengths"}
     answer = estimate(without_lengths)
-    assert answer.step_seconds is answer.total_usd is answer.mfu is answer.num_steps is None
+    assert answer.step_seconds is answer.total_usd is answer.mfu is None
     assert answer.memory.peak_device_bytes > 0
     assert any("lengths" in warning for warning in answer.warnings)
     without_samples = {name: value for name, value in DENSE_JOB.items() if name != "num_samples"}
@@ -593,3 +593,13 @@ def test_sharded_mixed_precision_computes_on_16_bit_weights(
     assert estimate(wide.job).memory == wide.memory
     # plain data parallelism keeps fp32 weights, which autocast copies
     assert estimate(job, dtype="float32", fsdp=None).memory.weights_bytes == 4 * wide.num_params
+
+
+def test_the_number_of_steps_needs_neither_a_gpu_nor_lengths() -> None:
+    job = {"model": "Qwen/Qwen3-4B", "max_length": 512, "num_samples": 1_000, "num_train_epochs": 2}
+    with_time = estimate(job, gpu="L4", lengths={"fixed": 100})
+    assert estimate(job).num_steps == estimate(job, lengths={"fixed": 100}).num_steps == with_time.num_steps == 250
+    assert estimate(job, max_steps=7).num_steps == 7
+    # how many samples a packed row holds is not known
+    assert estimate(job, packing=True).num_steps is None
+    assert estimate(job, packing=True, lengths={"fixed": 100}).num_steps is not None
