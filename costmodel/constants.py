@@ -79,7 +79,8 @@ POWER_LIMITED_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {
 }
 # ... and of Turing, which nobody measured here, the rate itself for each watt: an older process (12 nm against 8 nm) does no
 # more for one than an A40. That is what the base clocks say, which NVIDIA promises under load: T4 585 of 1,590 MHz (24 of 65
-# TFLOP/s), Quadro RTX 6000 1,440 and TITAN RTX 1,350 of 1,770 (106 and 100 of 130). Adopted.
+# TFLOP/s), Quadro RTX 6000 1,440 and TITAN RTX 1,350 of 1,770 (106 and 100 of 130). Adopted. A lower clock is one of integer
+# units too, so 4-bit weights are taken out at it.
 CEILING_FLOPS_PER_SECOND_PER_WATT: Final[dict[str, float]] = {"7.5": 0.36e12}
 # GeForce cards are not held down: their matrix units do half of what the same die does elsewhere. They run above their
 # data-sheet rate, which is at a boost clock that the card itself exceeds while power and temperature allow (an RTX 4090 of

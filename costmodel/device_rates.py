@@ -74,4 +74,12 @@ def dequantisation_seconds_per_weight(quantization: str, gpu: GpuSpec, *, by_tab
     capability = [int(part) for part in gpu.compute_capability.split(".") if part.isdecimal()]
     has_shared_lanes = len(capability) < 2 or tuple(capability) >= (8, 6)
     integer_rate = gpu.peak_fp32_flops_per_second / (4 if has_shared_lanes else 2)
-    return max(by_bytes, instructions / integer_rate)
+    return max(by_bytes, instructions / (integer_rate * _clock_under_load(gpu)))
+
+
+def _clock_under_load(gpu: GpuSpec) -> float:
+    """Share of the data sheet's clock at which a card does everything: below 1 where its matrix rate is a lower clock's."""
+    peak = gpu.peak_fp16_flops_per_second
+    if peak is None or gpu.tdp_watts is None or gpu.compute_capability not in c.CEILING_FLOPS_PER_SECOND_PER_WATT:
+        return 1.0
+    return min(1.0, _inside_power_limit(gpu, peak) / peak)

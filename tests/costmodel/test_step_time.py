@@ -305,8 +305,21 @@ def test_a_described_gpu_without_a_compute_capability_is_taken_for_a_newer_card(
     ada = find_gpu("L40S").model_copy(update={"memory_bandwidth_bytes_per_second": 1e14})  # so that instructions decide
     described = ada.model_copy(update={"compute_capability": unknown})
     assert dequantisation_seconds_per_weight("nf4", described) == dequantisation_seconds_per_weight("nf4", ada)
-    turing = ada.model_copy(update={"compute_capability": "7.5"})
+    turing = ada.model_copy(update={"compute_capability": "7.5", "tdp_watts": None})
     assert 2 * dequantisation_seconds_per_weight("nf4", turing) == dequantisation_seconds_per_weight("nf4", ada)
+
+
+def test_a_card_that_holds_its_clock_down_dequantises_at_that_clock() -> None:
+    """A T4: 25 of 65 TFLOP/s by its power, and its integer units no faster."""
+    t4 = find_gpu("T4")
+    at_data_sheet_clock = t4.model_copy(update={"tdp_watts": None})
+    slower = dequantisation_seconds_per_weight("nf4", t4) / dequantisation_seconds_per_weight("nf4", at_data_sheet_clock)
+    assert slower == pytest.approx(65 / 25.2, rel=0.02)
+    # cards of other generations are held down in matrix products alone
+    a40 = find_gpu("A40")
+    assert dequantisation_seconds_per_weight("nf4", a40) == dequantisation_seconds_per_weight(
+        "nf4", a40.model_copy(update={"tdp_watts": None})
+    )
 
 
 # --- uneven experts ---------------------------------------------------------------------------------------------------
