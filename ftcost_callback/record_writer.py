@@ -141,6 +141,7 @@ class RecordWriter:
 
     def unlock(self) -> None:
         """As :meth:`RunFile.unlock`."""
+        self.flush()
         if self.file is not None:
             self.file.unlock()
 

@@ -51,6 +51,7 @@ FILE_NAME: Final = "run.jsonl"
 LEDGER_NAME: Final = "ftcost_ledger.json"
 RANK_LEDGER_NAME: Final = "ftcost_ledger.rank{}.json"
 MAX_COUNT: Final = 2**53  # whole numbers beyond it are no steps and no sessions
+_MOST_AT_ONCE: Final = 64  # records in one folder
 FULL_STEPS: Final = 50_000  # about 15 MB; a fine-tune rarely has more
 
 _RowType = TypeVar("_RowType", bound=Row)
@@ -73,22 +74,27 @@ class RunFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._waiting: list[Row] = []
         self._process_id = os.getpid()
-        for number in itertools.count(1):
+        for number in range(1, _MOST_AT_ONCE + 1):
             self.path = path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            if _is_ours(descriptor):
+            if number == _MOST_AT_ONCE or _is_ours(descriptor):  # a disk may refuse every lock
                 break
             os.close(descriptor)
         self._descriptor: int | None = descriptor
+        self._size_left: int | None = None  # bytes of the file when it was unlocked, and our own rows since
         # An exception that ends training is told to no callback; the interpreter's exit is.
         self._at_exit = weakref.finalize(self, _write_rows, self._descriptor, self._waiting, self._process_id)
         if _ends_inside_a_line(descriptor):
             _write(self._descriptor, b"\n")  # the line that a kill cut off stays alone
 
     def unlock(self) -> None:
-        """Another process may write to its path from now on: the training is over, though its process may live on."""
-        if fcntl is not None and self._descriptor is not None and self._process_id == os.getpid():
-            with contextlib.suppress(OSError):
+        """Others may write to its path from now on: the training is over, though its process may live on. Once another run
+        has begun there, rows of this one would count as that one's, and are dropped."""
+        if self._descriptor is None or self._process_id != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            self._size_left = os.fstat(self._descriptor).st_size
+            if fcntl is not None:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
     @property
@@ -124,7 +130,19 @@ class RunFile:
     def flush(self) -> None:
         """Hand the rows that wait to the operating system, where a kill cannot reach them."""
         if self._descriptor is not None and self._waiting:
-            _write_rows(self._descriptor, self._waiting, self._process_id)
+            self._write_waiting(self._descriptor)
+
+    def _write_waiting(self, descriptor: int) -> None:
+        if self._process_id != os.getpid():
+            return
+        if self._size_left is None:
+            _is_ours(descriptor)  # anew: whoever reads the file in this process lets the lock go when he closes it
+            _write_rows(descriptor, self._waiting, self._process_id)
+        elif os.fstat(descriptor).st_size != self._size_left:
+            self._waiting.clear()
+        else:
+            _write_rows(descriptor, self._waiting, self._process_id)
+            self._size_left = os.fstat(descriptor).st_size
 
     def close(self) -> None:
         """Flush, and let the file go even if that fails."""
@@ -133,7 +151,7 @@ class RunFile:
             return
         self._at_exit.detach()
         try:
-            _write_rows(descriptor, self._waiting, self._process_id)
+            self._write_waiting(descriptor)
         finally:
             os.close(descriptor)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -169,6 +170,33 @@ def test_two_processes_at_once_write_two_records(tmp_path: Path, caplog: pytest.
     writer.close()
 
 
+def test_a_disk_that_refuses_every_lock_is_asked_so_often_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*arguments: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "refused")
+
+    monkeypatch.setattr("fcntl.lockf", refuses)
+    file = RunFile(run_file_path(tmp_path))
+    file.append(session())
+    file.close()
+    assert read_run(file.path).run_id == "aaa"
+
+
+def test_who_reads_the_record_while_it_is_written_leaves_it_locked(tmp_path: Path) -> None:
+    other = "import sys; from ftcost_callback.run_file import RunFile; print(RunFile(sys.argv[1]).path.name)"
+    command = [sys.executable, "-c", other, str(run_file_path(tmp_path))]
+    file = RunFile(run_file_path(tmp_path))
+    file.append(session())
+    file.flush()
+    read_run(tmp_path)
+    file.append(step(1))
+    file.flush()
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    assert found == "run.2.jsonl"
+    file.close()
+
+
 def test_a_training_that_was_left_keeps_its_record_from_nobody(tmp_path: Path) -> None:
     """A notebook goes on living after the exception; the resume may be a process of its own."""
     other = "import sys; from ftcost_callback.run_file import RunFile; print(RunFile(sys.argv[1]).path.name)"
@@ -180,8 +208,17 @@ def test_a_training_that_was_left_keeps_its_record_from_nobody(tmp_path: Path) -
         found.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip())
     assert found == ["run.2.jsonl", "run.jsonl"]
     file.append(session())
+    file.flush()
+    file.append(step(1))  # nobody else has written
+    file.flush()
+    assert len(read_run(tmp_path).steps) == 1
+    another = RunFile(run_file_path(tmp_path))
+    another.append(session(run_id="another"))
+    another.flush()
+    file.append(step(2))
     file.close()
-    assert read_run(tmp_path).run_id == "aaa"
+    another.close()
+    assert read_run(tmp_path).steps == []
 
 
 def test_a_missing_record_is_refused_with_the_way_out(tmp_path: Path) -> None:
