@@ -245,6 +245,7 @@ class ProcessRun:
     def release(self) -> None:
         """Hooks, thread and file are gone. May be called at any time, more than once."""
         atexit.unregister(self._interpreter_exits)
+        self._is_removed = lambda: False  # a run that has ended does not end again
         if self._watch is not None:
             self._watch.close()
         self._let_go_of_epochs()
