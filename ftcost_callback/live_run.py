@@ -371,17 +371,20 @@ class LiveRun(ProcessRun):
         else:
             self.failed(error)
 
-    def epoch_left(self, error: BaseException) -> None:
-        super().epoch_left(error)
+    def _breaks_off(self, error: BaseException) -> None:
         if self._epochs and not (self._may_be_retried and is_out_of_memory(error)):  # a run that has ended holds none
+            self._boundary.call("steps of a broken run", lambda: self._bill(error))
             self._boundary.call("closing line", lambda: self._say_what_it_cost(error))
+
+    def _bill(self, error: BaseException) -> None:
+        """What was done when ``error`` came. A device in a fault may not say when its last steps ended."""
+        unfinished = [kind for kind in _IN_ORDER if kind in self._pauses_to_come] or ["other"]
+        self.pause("other" if self.in_step else left_aside(error) or unfinished[0])
+        self.record.write_what_waits(global_step=self._steps.last_step)
+        self.record.flush()
 
     def _say_what_it_cost(self, error: BaseException) -> None:
         """No summary follows. A warning, since it may be the last that is heard of the run. The record says as much."""
-        unfinished = [kind for kind in _IN_ORDER if kind in self._pauses_to_come and not self.in_step]
-        self.pause(unfinished[0] if unfinished else "other")
-        self.record.write_what_waits(global_step=self._steps.last_step)
-        self.record.flush()
         elapsed = self.recorder.elapsed_seconds
         spent = self._begun.spent_usd(elapsed)
         bill = f"{dollars(spent)}, " if spent is not None else ""

@@ -3,11 +3,11 @@ estimate and the look at what the Trainer was doing."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, Literal
 
 from costmodel.errors import CostModelError
@@ -62,13 +62,26 @@ _ASIDE: Final[Mapping[str, Literal["eval", "save"]]] = {
 
 def left_aside(error: BaseException | None) -> Literal["eval", "save"] | None:
     """What the training loop was doing that is no step, by the frames that ``error`` has passed, and those it has still to
-    pass where it is told of on its way."""
-    outer = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
-    to_pass = outer[: outer.index(LOOP)] if LOOP in outer else []
-    passed = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
-    if LOOP in passed:
-        passed = passed[passed.index(LOOP) :]
-    return next((_ASIDE[name] for name in itertools.chain(passed, to_pass) if name in _ASIDE), None)
+    pass where it is told of on its way. A loss may call a ``predict`` that is not the Trainer's."""
+    to_pass: list[FrameType] = []
+    loop = None
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code.co_name == LOOP:
+            loop = frame
+            break
+        to_pass.append(frame)
+    passed = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
+    if loop is None:  # left behind, or the user's own
+        to_pass = []
+        place = next((place for place, frame in enumerate(passed) if frame.f_code.co_name == LOOP), None)
+        if place is not None:
+            loop, passed = passed[place], passed[place + 1 :]
+    trainer = loop.f_locals.get("self") if loop is not None else None
+    for frame in (*passed, *to_pass):
+        kind = _ASIDE.get(frame.f_code.co_name)
+        if kind is not None and (loop is None or frame.f_locals.get("self") is trainer):
+            return kind
+    return None
 
 
 def parsed_message(text: str) -> dict[str, int]:

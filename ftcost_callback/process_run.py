@@ -228,7 +228,11 @@ class ProcessRun:
     def epoch_left(self, error: BaseException) -> None:
         """``error``, a keyboard's too, leaves the epoch, or what comes before or after them. Must not raise."""
         self.epoch_failed(error)
+        self._breaks_off(error)
         self.record.unlock()
+
+    def _breaks_off(self, error: BaseException) -> None:
+        """Nobody may be heard of this run again. Must not raise."""
 
     def left(self) -> None:
         """Training was left without a word: nothing of ours stays in the process but the record, for ``abandon``."""

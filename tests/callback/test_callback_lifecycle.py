@@ -330,7 +330,7 @@ class BreakingOff(TrainerCallback):
         ("on_step_begin", "other", {}),
         ("on_log", "log", {}),
         ("on_evaluate", "eval", {"eval_strategy": "steps", "eval_steps": 2}),
-        ("on_evaluate", "other", {"eval_on_start": True}),
+        ("on_evaluate", "eval", {"eval_on_start": True}),
         ("on_evaluate", "eval", {"eval_strategy": "epoch"}),
         ("on_save", "save", {"save_strategy": "steps", "save_steps": 2}),
         ("on_train_end", "other", {}),
@@ -353,6 +353,71 @@ def test_the_record_bills_what_a_training_that_breaks_off_was_doing(
     (said,) = [entry.message for entry in caplog.records if "training ended with" in entry.message]
     assert "BrokenOffError" in said
     assert "$10.00" in said
+
+
+def test_the_second_of_two_evaluations_that_breaks_off_is_billed_as_one(tmp_path: Path) -> None:
+    measuring, clock = callback(), FakeClock()
+    measuring._clock = clock
+    data = {"first": TokenRows(), "second": TokenRows()}
+    fields: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 2}
+    trainer = tiny_trainer(tmp_path, [measuring], eval_dataset=data, eval_steps=2, **fields)
+    evaluation_loop = trainer.evaluation_loop
+
+    def breaks_off_later(*arguments: Any, metric_key_prefix: str, **named: Any) -> Any:
+        if metric_key_prefix == "eval_second":
+            clock.pass_seconds(10.0)
+            raise BrokenOffError
+        return evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **named)
+
+    trainer.evaluation_loop = breaks_off_later
+    with pytest.raises(BrokenOffError):
+        trainer.train()
+    assert [(pause.kind, pause.seconds) for pause in read_run(tmp_path).pauses if pause.seconds] == [("eval", 10.0)]
+
+
+def test_a_callback_that_is_removed_when_all_is_over_ends_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Removing(TrainerCallback):
+        def on_train_end(self, *arguments: Any, **named: Any) -> None:
+            trainer.remove_callback(measuring)
+
+    sink = InMemorySink()
+    measuring = callback(sinks=[sink])
+    trainer = tiny_trainer(tmp_path, [measuring, Removing()])
+    trainer.train()
+    assert not [entry for entry in caplog.records if "removed while training" in entry.message]
+    assert len(read_run(tmp_path).summaries) == 1
+
+
+def test_a_training_that_was_left_writes_nothing_among_another_ones_rows(tmp_path: Path) -> None:
+    def train(trainer: Any) -> Any:
+        trainer.train()
+        return read_run(tmp_path)
+
+    first = tiny_trainer(tmp_path, [callback(), At(2, break_off)])
+    with pytest.raises(BrokenOffError):
+        first.train()
+    second = train(tiny_trainer(tmp_path, [callback()]))
+    first.pop_callback(At)
+    third = train(first)
+    assert third.run_id != second.run_id
+    assert read_run(tmp_path, run_id=second.run_id) == second
+
+
+def test_a_device_that_tells_no_more_leaves_the_closing_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    measuring = callback(usd_per_gpu_hour=1.0)
+
+    def breaks() -> None:
+        monkeypatch.setattr(measuring._run, "wait_for_steps", fails)
+        break_off()
+
+    with pytest.raises(BrokenOffError):
+        tiny_trainer(tmp_path, [At(2, breaks), measuring]).train()
+    assert [entry for entry in caplog.records if "training ended with BrokenOffError" in entry.message]
 
 
 def test_an_evaluation_that_fails_and_is_survived_does_not_end_the_training(

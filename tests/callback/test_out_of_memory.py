@@ -160,6 +160,19 @@ def test_memory_that_ran_out_in_no_step_is_not_held_against_one(tmp_path: Path, 
     assert (row.batch_size, row.would_fit, row.predicted_peak_device_bytes) == (None, None, None)
 
 
+def test_a_loss_that_asks_another_model_to_predict_is_a_step(tmp_path: Path) -> None:
+    class Teacher:
+        def predict(self) -> None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    trainer = tiny_trainer(tmp_path, [FTCostCallback(sinks=[], gpu=SMALL_GPU)])
+    trainer.compute_loss = lambda *arguments, **named: Teacher().predict()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        trainer.train()
+    (row,) = read_run(tmp_path).out_of_memory
+    assert row.verdict.startswith("out of memory at step 1")
+
+
 def test_a_retry_with_a_smaller_batch_is_in_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama()
 
