@@ -80,7 +80,6 @@ class LiveRun(ProcessRun):
         self._pauses_to_come: frozenset[PauseKind] = frozenset()
         self._step_ended_at = 0.0
         self._said_out_of_memory = False
-        self.pausing: PauseKind | None = None  # as a loop of the user's own says
         self._ran_out_with: str | None = None  # torch's message, until it is known whether a smaller batch is tried
 
     # --- the session begins -------------------------------------------------------------------------------------------
@@ -399,7 +398,7 @@ class LiveRun(ProcessRun):
         if self._said_out_of_memory or (message is None and retried_with is None):
             return
         self._said_out_of_memory = True
-        during = self.pausing if self.pausing == "eval" or self.pausing == "save" else left_aside(error)
+        during = left_aside(error)
 
         def explain() -> None:
             failure = Failure(

@@ -44,6 +44,7 @@ from ftcost_callback.arguments import (
 )
 from ftcost_callback.boundary import Boundary
 from ftcost_callback.live_run import LiveRun
+from ftcost_callback.out_of_memory import leaves_pause
 from ftcost_callback.planned_tokens import planned_tokens
 from ftcost_callback.rank_run import RankRun
 from ftcost_callback.records import PauseKind, is_number
@@ -314,7 +315,6 @@ class FTCostMonitor:
         run = self._run
         if run is None:
             return
-        self._told_pause(None)
         drawn, self._drawn = self._drawn, []
         labels = _labels_of_used(drawn, run.num_forwards)
         if not self._is_watching and batch is not None and self._loop.accumulation_steps == 1:
@@ -399,21 +399,18 @@ class FTCostMonitor:
         """
         if kind not in _PAUSES:
             raise CostModelError(f"pause takes one of {', '.join(_PAUSES)}, got {kind!r}")
-        self._boundary.call(_MONITOR, lambda: self._pause_begins(kind))
+        self._boundary.call(_MONITOR, self._pause_begins)
         try:
             yield
-            self._told_pause(None)  # after an error it says where that came from
+        except BaseException as error:
+            leaves_pause(error, kind)
+            raise
         finally:
             self._boundary.call(_MONITOR, lambda: self._pause_ends(kind))
 
-    def _pause_begins(self, kind: PauseKind) -> None:
+    def _pause_begins(self) -> None:
         if self._run is not None and not self._run_has_forwards:
             self._run.pause("other")  # what the loop did since its last step
-        self._told_pause(kind)
-
-    def _told_pause(self, kind: PauseKind | None) -> None:
-        if isinstance(self._run, LiveRun):
-            self._run.pausing = kind
 
     def _pause_ends(self, kind: PauseKind) -> None:
         if self._run is None:

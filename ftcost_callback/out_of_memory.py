@@ -3,6 +3,7 @@ estimate and the look at what the Trainer was doing."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any, Final, Literal
 
 from costmodel.errors import CostModelError
 from costmodel.units import GIB
-from ftcost_callback.records import OutOfMemory
+from ftcost_callback.records import OutOfMemory, PauseKind
 from ftcost_callback.training_watch import LOOP
 
 _UNITS: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -60,9 +61,22 @@ _ASIDE: Final[Mapping[str, Literal["eval", "save"]]] = {
 }
 
 
+_PAUSE: Final = "_ftcost_pause"  # on an error, as its notes are: who survives it keeps nothing of it
+
+
+def leaves_pause(error: BaseException, kind: PauseKind) -> None:
+    """``error`` leaves what a loop of the user's own said to be no step."""
+    if kind in ("eval", "save"):
+        with contextlib.suppress(AttributeError, TypeError):
+            setattr(error, _PAUSE, kind)
+
+
 def left_aside(error: BaseException | None) -> Literal["eval", "save"] | None:
     """What the training loop was doing that is no step, by the frames that ``error`` has passed, and those it has still to
     pass where it is told of on its way. A loss may call a ``predict`` that is not the Trainer's."""
+    said: Literal["eval", "save"] | None = getattr(error, _PAUSE, None)
+    if said is not None:
+        return said
     to_pass: list[FrameType] = []
     loop = None
     for frame, _ in traceback.walk_stack(None):

@@ -391,6 +391,29 @@ def test_memory_that_ran_out_in_a_pause_is_the_pauses(tmp_path: Path, fake_clock
     assert row.verdict.startswith("out of memory while saving after step 2: 2.0 GiB were asked for")
 
 
+@pytest.mark.parametrize(("in_pause", "verdict"), [(False, "at step 3"), (True, "while evaluating after step 2")])
+def test_memory_that_ran_out_after_a_pause_is_the_steps(
+    tmp_path: Path, fake_clock: FakeClock, in_pause: bool, verdict: str
+) -> None:
+    """An evaluation that the loop survived, or a pause that had another one inside."""
+    loop = Loop(fake_clock, tmp_path, num_epochs=1)
+    ran_out = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def runs_out() -> None:
+        if loop.monitor.global_step != 2:
+            return
+        with contextlib.suppress(ValueError), loop.monitor.pause("eval"):
+            with loop.monitor.pause("log"):
+                pass
+            raise ran_out if in_pause else ValueError
+        raise ran_out
+
+    with pytest.raises(torch.OutOfMemoryError), loop.monitor:
+        loop.train(each_step=runs_out)
+    (row,) = read_run(tmp_path).out_of_memory
+    assert row.verdict.startswith(f"out of memory {verdict}")
+
+
 def test_experts_and_labels_of_a_model_that_is_not_given_them(tmp_path: Path, fake_clock: FakeClock) -> None:
     model = tiny_mixtral()
     loop = Loop(
