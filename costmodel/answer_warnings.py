@@ -137,10 +137,10 @@ def _about_towers(described: DescribedJob) -> Iterator[str]:
     """Encoders of images and sound: what of them is counted."""
     model = described.model
     if model.towers:
+        size = f"{model.tower_params / 1e6:,.0f} million" if model.tower_params >= 1e6 else f"{model.tower_params:,}"
         yield (
-            f"{model.tower_params / 1e6:,.0f} million weights of {model.wrapper} encode images and sound: they are loaded "
-            "too, and rows of text never reach them (load_towers false leaves them out); rows with images or sound cost "
-            "more than is counted here"
+            f"{size} weights of {model.wrapper} encode images and sound: they are loaded too, and rows of text never reach "
+            "them (load_towers false leaves them out); rows with images or sound cost more than is counted here"
         )
     if model.uncounted_towers:
         yield (

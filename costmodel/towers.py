@@ -15,7 +15,7 @@ from costmodel.blocks import Fields
 from costmodel.model_spec import NO_ATTENTION, Layer, Linear, ModelSpec, Norm, Tower, Weights
 
 TOWER_CONFIGS: Final = ("vision_config", "audio_config")
-"""Fields of a multimodal config that describe an encoder each."""
+"""Fields of a multimodal config that describe an encoder each. Some have others beside them (``qformer_config``)."""
 
 TOWER_MODULES: Final = frozenset({"vision_tower", "visual", "vision_model", "audio_tower"})
 """Modules of a loaded model that hold one."""
@@ -239,6 +239,7 @@ class _Encoder:
 
     build: Callable[[Fields, int], Tower]
     defaults: Mapping[str, Any]
+    only: str | None = None  # model_type of the one that is counted, where the wrapper takes others
 
 
 _QWEN_VISION: Final = _Encoder(
@@ -256,6 +257,7 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
                 "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_channels": 3,
                 "image_size": 224, "patch_size": 16, "vision_use_head": True,
             },
+            only="siglip_vision_model",
         ),
     },
     "gemma4": {
@@ -293,6 +295,7 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
                 "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_channels": 3,
                 "patch_size": 16, "spatial_merge_size": 2, "multimodal_projector_bias": False,
             },
+            only="pixtral",
         ),
     },
 }  # fmt: skip
@@ -301,11 +304,43 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
 _PROJECTOR_FIELDS: Final = ("spatial_merge_size", "multimodal_projector_bias")  # in the wrapper's own config
 
 
+_HOLDS_CAUSAL_LM: Final = frozenset({"llama4"})
+"""Multimodal classes around a whole causal language model, which follows its own config; others have the head themselves."""
+
+
+def language_model_config(config: Mapping[str, Any], *, is_whole: bool) -> Mapping[str, Any]:
+    """The language model's own config where a multimodal one nests it.
+
+    ``is_whole``: as the multimodal class has it, which owns the head and ties it as its own config says.
+    """
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return config
+    merged = {**config, **nested}
+    tied = config.get("tie_word_embeddings")
+    if is_whole and tied is not None and config.get("model_type") not in _HOLDS_CAUSAL_LM:
+        merged["tie_word_embeddings"] = tied
+    return merged
+
+
 def tower_configs(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The configs of encoders in a multimodal ``config``, by their fields; none where it nests no language model."""
+    """The configs of encoders in a multimodal ``config``, by their fields; none where it nests no language model.
+
+    That of any other model in there is one too: something to load that is not the language model.
+    """
     if not isinstance(config.get("text_config"), Mapping):
         return {}
-    return {name: config[name] for name in TOWER_CONFIGS if isinstance(config.get(name), Mapping)}
+    nested = {name: value for name, value in config.items() if isinstance(value, Mapping) and name != "text_config"}
+    return {
+        name: value
+        for name, value in nested.items()
+        if name in TOWER_CONFIGS or (name.endswith("_config") and "model_type" in value)
+    }
+
+
+def counts_towers(config: Mapping[str, Any]) -> bool:
+    """Whether some encoder of a multimodal ``config`` is counted for its wrapper."""
+    return not tower_configs(config).keys().isdisjoint(_COUNTED.get(str(config.get("model_type")), {}))
 
 
 def with_towers(language_model: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
@@ -321,9 +356,9 @@ def with_towers(language_model: ModelSpec, config: Mapping[str, Any]) -> ModelSp
     counted = _COUNTED.get(wrapper, {})
     towers, uncounted = [], []
     for name, of_encoder in given.items():
-        encoder = counted.get(name)
-        if encoder is None:
-            uncounted.append(str(of_encoder.get("model_type") or name))
+        encoder, kind = counted.get(name), of_encoder.get("model_type")
+        if encoder is None or (encoder.only is not None and (kind or encoder.only) != encoder.only):
+            uncounted.append(str(kind or name))
             continue
         projector = {field: config[field] for field in _PROJECTOR_FIELDS if field in config}
         fields = Fields({**projector, **of_encoder, "model_type": name}, {}, encoder.defaults)
@@ -337,7 +372,7 @@ def _wrapped(model: ModelSpec, wrapper: str) -> ModelSpec:
     """By the paths that it has inside the multimodal class."""
 
     def path(name: str) -> str:
-        if wrapper == "llama4":
+        if wrapper in _HOLDS_CAUSAL_LM:
             return f"language_model.{name}"
         return f"model.language_{name}" if name.startswith("model.") else name
 

@@ -126,6 +126,23 @@ def test_every_weight_is_where_the_real_class_has_it(case: str) -> None:
     assert dict(spec.parameters()) == {name: size for name, size in real.items() if not is_of_tower(name)}
 
 
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("case", [case for case in TINY if " " not in case])
+def test_the_head_is_tied_as_the_whole_class_ties_it(case: str, outer: bool, nested: bool) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    text = {**TINY[case]["text_config"], "tie_word_embeddings": nested}
+    config = {**TINY[case], "tie_word_embeddings": outer, "text_config": text}
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(case, **config))
+    model.tie_weights()
+    spec = spec_of(case, model)
+    assert spec.num_params + spec.tower_params == sum(each.numel() for each in model.parameters())
+    alone = model_spec_from_config({**config, "model_type": case}, load_towers=False)
+    assert alone.tied_embeddings is nested  # the class of the language model has that config only
+
+
 @pytest.mark.parametrize("case", TINY)
 def test_bitsandbytes_would_replace_these_linears(case: str) -> None:
     torch = pytest.importorskip("torch")
@@ -258,14 +275,55 @@ def test_weights_of_full_training_have_no_gradient_and_no_state_there() -> None:
     assert frozen.num_params - frozen.num_trainable_params == towers
 
 
-def test_encoders_that_are_not_known_are_named() -> None:
-    config = {
-        "model_type": "llava",
-        "text_config": {**TEXT, "model_type": "llama"},
-        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64},
-    }
+@pytest.mark.parametrize(
+    ("wrapper", "text", "beside"),
+    [
+        ("llava", "llama", {"vision_config": "clip_vision_model"}),
+        ("blip-2", "opt", {"vision_config": "blip_2_vision_model", "qformer_config": "blip_2_qformer"}),
+        ("granite_speech", "granite", {"encoder_config": "granite_speech_encoder", "projector_config": "blip_2_qformer"}),
+        ("mistral3", "mistral", {"vision_config": "siglip_vision_model"}),  # only Pixtral's is counted
+    ],
+)
+def test_encoders_that_are_not_known_are_named(wrapper: str, text: str, beside: dict[str, str]) -> None:
+    config: dict[str, Any] = {"model_type": wrapper, "text_config": {**TEXT, "model_type": text, "num_key_value_heads": 4}}
+    config |= {name: {"model_type": kind, "hidden_size": 64} for name, kind in beside.items()}
     answer = estimate(model=config, max_length=64)
-    assert [each for each in answer.warnings if "the weights of clip_vision_model, which llava has" in each]
+    named = f"the weights of {' and '.join(beside.values())}, which {wrapper} has"
+    assert [each for each in answer.warnings if named in each]
+    assert not [each for each in answer.warnings if "encode images" in each]
+
+
+def test_overrides_reach_the_language_model_that_a_config_nests() -> None:
+    config = {**TINY["gemma3"], "model_type": "gemma3", "tie_word_embeddings": True}
+    job: dict[str, Any] = {"model": config, "max_length": 64, "framework": "trl"}
+    four_layers = estimate(job, model_overrides={"num_hidden_layers": 4}).num_params
+    assert (
+        four_layers
+        == estimate(job | {"model": {**config, "text_config": {**config["text_config"], "num_hidden_layers": 4}}}).num_params
+    )
+    untied = estimate(job, model_overrides={"tie_word_embeddings": False}).num_params
+    assert untied - estimate(job).num_params == TEXT["vocab_size"] * TEXT["hidden_size"]
+    with pytest.raises(CostModelError, match=r"'layers' is no field .* num_hidden_layers"):
+        estimate(job, model_overrides={"layers": 4})
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "without_default"),
+    [
+        ("google/gemma-3-4b-it", "trl", "gemma3"),
+        ("google/gemma-4-E2B-it", "trl", None),  # a pattern
+        ("meta-llama/Llama-4-Scout-17B-16E", "trl", None),
+        ("meta-llama/Llama-4-Scout-17B-16E", "transformers", "llama4_text"),
+        ("Qwen/Qwen3.5-9B", "trl", "qwen3_5"),
+    ],
+)
+def test_targets_that_peft_would_ask_for_are_said(model: str, framework: str, without_default: str | None) -> None:
+    mapping = pytest.importorskip("peft").utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert without_default is None or without_default not in mapping
+    warnings = estimate(model=model, framework=framework, method="lora", max_length=64).warnings
+    said = [each for each in warnings if "peft has no default lora_target_modules" in each]
+    assert len(said) == (without_default is not None)
+    assert all(f"for {without_default} and stops without: q_proj and v_proj are assumed" in each for each in said)
 
 
 def test_load_towers_of_a_model_without_is_refused() -> None:
