@@ -24,6 +24,7 @@ _EXPERTS_PER_TOKEN_FIELDS: Final = (
     "moe_top_k",
     "top_k_experts",
 )
+_TABLE_OF_LAYERS: Final = "embed_tokens_per_layer"  # Gemma 3n and 4: of each token, some numbers for each layer
 _IN_A_LAYER: Final = re.compile(r"(?:[a-z_]+\.)+\d+\.(.+)")  # model.layers.7.self_attn.q_proj
 
 # Full fine-tuning with this share of the weights frozen is another job than the one that is modelled.
@@ -111,15 +112,14 @@ def _tower_params(model: Any, counts: Mapping[str, int]) -> int:
 
 
 def _lookup_only_params(model: Any) -> int:
-    """Weights of an input embedding that is not the output head as well."""
+    """Weights of an input embedding that is not the output head as well, and of the tables of Gemma's layers."""
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return 0
-    weight = getattr(embedding, "weight", None)
-    if weight is None or weight is getattr(head, "weight", None):
-        return 0
-    return logical_numel(weight)
+    tables = [module for name, module in model.named_modules() if name.rpartition(".")[2] == _TABLE_OF_LAYERS]
+    weights = [getattr(each, "weight", None) for each in (embedding, *tables)]
+    return sum(logical_numel(each) for each in weights if each is not None and each is not getattr(head, "weight", None))
 
 
 def _expert_groups(model: Any) -> Iterator[tuple[str, int, int | None]]:
