@@ -175,6 +175,53 @@ def _qwen_vision(fields: Fields, text_hidden: int) -> Tower:
     return Tower("model.visual.blocks", layer, fields.size("depth"), outside)
 
 
+def _qwen3_vl_vision(fields: Fields, text_hidden: int) -> Tower:
+    """As Qwen3.5's, and mergers whose outputs are added to the first layers of the language model."""
+    tower = _qwen_vision(fields, text_hidden)
+    merged = fields.size("hidden_size") * fields.size("spatial_merge_size") ** 2
+    out = fields.optional_size("out_hidden_size") or text_hidden
+    paths = [f"model.visual.deepstack_merger_list.{index}" for index, _ in enumerate(fields.get("deepstack_visual_indexes"))]
+    linears = [
+        each
+        for path in paths
+        for each in (
+            Linear(f"{path}.linear_fc1", merged, merged, bias=True),
+            Linear(f"{path}.linear_fc2", merged, out, bias=True),
+        )
+    ]
+    norms = [norm for path in paths for norm in _norms(f"{path}.norm", merged, bias=True)]
+    outside = tower.outside
+    outside = dataclasses.replace(outside, linears=(*outside.linears, *linears), norms=(*outside.norms, *norms))
+    return dataclasses.replace(tower, outside=outside)
+
+
+def _qwen2_5_vl_vision(fields: Fields, text_hidden: int) -> Tower:
+    hidden, inner, merge = fields.size("hidden_size"), fields.size("intermediate_size"), fields.size("spatial_merge_size")
+    merged = hidden * merge * merge
+    layer = Layer(
+        (
+            *_linears("attn.qkv", hidden, 3 * hidden, bias=True),
+            *_linears("attn.proj", hidden, hidden, bias=True),
+            *_linears("mlp.gate_proj mlp.up_proj", hidden, inner, bias=True),
+            *_linears("mlp.down_proj", inner, hidden, bias=True),
+        ),
+        _norms("norm1 norm2", hidden),
+        NO_ATTENTION,
+    )
+    patch = fields.size("in_channels") * fields.size("temporal_patch_size") * fields.size("patch_size") ** 2
+    out = fields.optional_size("out_hidden_size") or text_hidden
+    outside = Layer(
+        (
+            *_linears("model.visual.merger.mlp.0", merged, merged, bias=True),
+            *_linears("model.visual.merger.mlp.2", merged, out, bias=True),
+        ),
+        _norms("model.visual.merger.ln_q", hidden),
+        NO_ATTENTION,
+        weights=(Weights("model.visual.patch_embed.proj.weight", hidden * patch),),
+    )
+    return Tower("model.visual.blocks", layer, fields.size("depth"), outside)
+
+
 def _llama4_vision(fields: Fields, text_hidden: int) -> Tower:
     hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
     layer = Layer(
@@ -249,6 +296,7 @@ _QWEN_VISION: Final = _Encoder(
         "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304, "out_hidden_size": 3584,
     },
 )  # fmt: skip
+_QWEN3_VL_VISION: Final = _Encoder(_qwen3_vl_vision, {**_QWEN_VISION.defaults, "deepstack_visual_indexes": (8, 16, 24)})
 _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
     "gemma3": {
         "vision_config": _Encoder(
@@ -276,8 +324,19 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
             },
         ),
     },
+    "qwen2_5_vl": {
+        "vision_config": _Encoder(
+            _qwen2_5_vl_vision,
+            {
+                "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "in_channels": 3, "patch_size": 14,
+                "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584,
+            },
+        ),
+    },
     "qwen3_5": {"vision_config": _QWEN_VISION},
     "qwen3_5_moe": {"vision_config": _QWEN_VISION},
+    "qwen3_vl": {"vision_config": _QWEN3_VL_VISION},
+    "qwen3_vl_moe": {"vision_config": _QWEN3_VL_VISION},
     "llama4": {
         "vision_config": _Encoder(
             _llama4_vision,
@@ -306,6 +365,23 @@ _PROJECTOR_FIELDS: Final = ("spatial_merge_size", "multimodal_projector_bias")  
 
 _HOLDS_CAUSAL_LM: Final = frozenset({"llama4"})
 """Multimodal classes around a whole causal language model, which follows its own config; others have the head themselves."""
+
+
+_FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text"}
+"""Multimodal configs that were published with the fields of their language model beside ``vision_config``, and its type."""
+
+
+def nested_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config`` with its language model under ``text_config``, as its class makes it of one that was published without."""
+    text_type = _FLAT.get(str(config.get("model_type")))
+    if text_type is None:
+        return config
+    text = config.get("text_config")
+    if isinstance(text, Mapping):  # a tie is read from either (transformers 5.24, configuration_qwen2_5_vl.py)
+        return {**config, "tie_word_embeddings": bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))}
+    towers = {name: value for name, value in config.items() if name in TOWER_CONFIGS}
+    flat = {name: value for name, value in config.items() if name not in towers}
+    return {**flat, **towers, "text_config": {**flat, "model_type": text_type}}
 
 
 def language_model_config(config: Mapping[str, Any], *, is_whole: bool) -> Mapping[str, Any]:

@@ -60,6 +60,26 @@ def qwen3_5() -> Any:
     )
 
 
+def qwen2_5_vl() -> Any:
+    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
+    return transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=QWEN)
+    )
+
+
+def qwen3_vl() -> Any:
+    vision = {**QWEN, "deepstack_visual_indexes": [1]}
+    return transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(text_config=TEXT, vision_config=vision))
+
+
+def qwen3_vl_moe() -> Any:
+    text = {**TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    vision = {**QWEN, "deepstack_visual_indexes": [1]}
+    return transformers.Qwen3VLMoeForConditionalGeneration(
+        transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    )
+
+
 def qwen3_5_language_model() -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5Config(text_config=QWEN_TEXT, vision_config=QWEN).text_config)
 
@@ -83,7 +103,7 @@ def trainer_of(model: Any, tmp_path: Path, beside: dict[str, Any] | None = None,
     return transformers.Trainer(model=model, args=args, train_dataset=rows, **changes)
 
 
-@pytest.mark.parametrize("build", [gemma3, gemma4, qwen3_5, qwen3_5_language_model])
+@pytest.mark.parametrize("build", [gemma3, gemma4, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_language_model])
 def test_the_prediction_holds_what_torch_holds(build: Any, tmp_path: Path) -> None:
     model = build()
     trainer = trainer_of(model, tmp_path, callbacks=[FTCostCallback(gpu="L4", usd_per_gpu_hour=1.0)])

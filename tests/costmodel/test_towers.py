@@ -79,6 +79,29 @@ TINY: dict[str, dict[str, Any]] = {
             "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
         },
     },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "model_type": "qwen2_5_vl_text"},
+        "vision_config": {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
+        },
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "model_type": "qwen3_vl_text"},
+        "vision_config": {
+            "depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **TEXT, "model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
+            "deepstack_visual_indexes": [1],
+        },
+    },
     "llama4": {
         "text_config": {**TEXT, "model_type": "llama4_text", "num_local_experts": 2},
         "vision_config": {
@@ -203,6 +226,9 @@ def test_defaults_are_those_of_the_config_classes() -> None:
         ("gemma4", "audio_config"): transformers.Gemma4AudioConfig,
         ("qwen3_5", "vision_config"): type(transformers.Qwen3_5Config().vision_config),
         ("qwen3_5_moe", "vision_config"): type(transformers.Qwen3_5MoeConfig().vision_config),
+        ("qwen2_5_vl", "vision_config"): type(transformers.Qwen2_5_VLConfig().vision_config),
+        ("qwen3_vl", "vision_config"): type(transformers.Qwen3VLConfig().vision_config),
+        ("qwen3_vl_moe", "vision_config"): type(transformers.Qwen3VLMoeConfig().vision_config),
         ("llama4", "vision_config"): transformers.Llama4VisionConfig,
         ("mistral3", "vision_config"): transformers.PixtralVisionConfig,
     }
@@ -213,6 +239,43 @@ def test_defaults_are_those_of_the_config_classes() -> None:
         for field, value in _COUNTED[wrapper][name].defaults.items():
             real = defaults.get(field, of_wrapper.get(field))
             assert (tuple(real) if isinstance(real, list) else real) == value, (wrapper, name, field)
+
+
+@pytest.mark.parametrize("wrapper", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_defaults_of_language_models_without_a_class_of_their_own(wrapper: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(wrapper)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    text = {
+        "model_type": f"{wrapper}_text", "hidden_size": config.text_config.hidden_size,
+        "num_hidden_layers": config.text_config.num_hidden_layers,
+    }  # fmt: skip
+    spec = model_spec_from_config({"model_type": wrapper, "text_config": text, "vision_config": {}})
+    assert {**dict(spec.parameters()), **{name: size for tower in spec.towers for name, size in tower.parameters()}} == {
+        name: each.numel() for name, each in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_config_that_was_published_flat_is_nested_as_its_class_does(tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    case = TINY["qwen2_5_vl"]
+    flat = {**TEXT, "vision_config": case["vision_config"], "tie_word_embeddings": tied}
+    flat.pop("head_dim")
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model("qwen2_5_vl", **flat))
+    config = {**flat, "model_type": "qwen2_5_vl"}
+    whole = estimate(model=config, max_length=64)
+    assert whole.num_params == sum(each.numel() for each in model.parameters())
+    assert whole.job["load_towers"] is True
+    four_layers = estimate(model=config, max_length=64, model_overrides={"num_hidden_layers": 4}).num_params
+    assert four_layers > whole.num_params
+    # one that was saved before transformers 5: the tie stands with the language model
+    nested = {**case, "model_type": "qwen2_5_vl", "text_config": {**case["text_config"], "tie_word_embeddings": tied}}
+    assert model_spec_from_config({**nested, "tie_word_embeddings": False}).tied_embeddings is tied
 
 
 def test_each_framework_loads_what_its_loader_does() -> None:
