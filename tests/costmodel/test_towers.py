@@ -338,6 +338,44 @@ def test_weights_of_full_training_have_no_gradient_and_no_state_there() -> None:
     assert frozen.num_params - frozen.num_trainable_params == towers
 
 
+def test_deepspeed_makes_masters_and_states_for_them_too() -> None:
+    job: dict[str, Any] = {
+        "model": "google/gemma-3-4b-it", "framework": "trl", "max_length": 512, "method": "full", "num_gpus": 4,
+        "bf16": True, "dtype": "bfloat16",
+    }  # fmt: skip
+    towers = PUBLISHED["google/gemma-3-4b-it"]
+    for sharded, width in (
+        ({"fsdp": "full_shard"}, 0),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 12),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, 12),
+    ):
+        whole, alone = (estimate(job | sharded, load_towers=each).memory.optimizer_bytes for each in (True, False))
+        assert whole - alone == pytest.approx(width * towers / 4, abs=1)
+
+
+def test_several_gpus_stop_at_weights_without_gradient_where_trainer_does_not_look_for_them() -> None:
+    job: dict[str, Any] = {
+        "model": "google/gemma-3-4b-it", "framework": "transformers", "max_length": 512, "method": "full", "num_gpus": 2,
+        "gradient_checkpointing": True,
+    }  # fmt: skip
+
+    def is_said(**changes: Any) -> bool:
+        return any("set ddp_find_unused_parameters true" in each for each in estimate(job | changes).warnings)
+
+    assert is_said()
+    assert not any(
+        is_said(**changes)
+        for changes in (
+            {"num_gpus": 1},
+            {"gradient_checkpointing": False},
+            {"method": "lora"},
+            {"load_towers": False},
+            {"fsdp": "full_shard"},
+            {"framework": "trl"},  # looks for them itself
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("wrapper", "text", "beside"),
     [
