@@ -155,7 +155,7 @@ def _about_towers(described: DescribedJob) -> Iterator[str]:
 
 
 def _stops_at_unused_weights(job: ResolvedJob) -> bool:
-    """Whether the Trainer does not look for them: plain data parallelism, no peft, checkpointing (5.24, trainer.py). TRL does."""
+    """Whether the Trainer does not look for them (5.24, trainer.py): checkpointing and no peft. TRL looks for them."""
     is_plain = job.num_gpus > 1 and job.sharding.stage == 0
     return is_plain and job.framework == "transformers" and not job.is_peft and job.gradient_checkpointing
 

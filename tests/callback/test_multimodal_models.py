@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from costmodel import estimate
+from costmodel.errors import CostModelError
 from ftcost_callback import FTCostCallback
 from ftcost_callback.run_file import read_run
 from ftcost_callback.trainer_adapter import job_from_objects
@@ -163,3 +164,28 @@ def test_images_train_as_without_us_and_are_said_not_to_be_counted(tmp_path: Pat
         each for each in run.predictions[0].estimate["warnings"] if "the weights of clip_vision_model, which llava" in each
     ]
     assert {step.num_tokens for step in run.steps} == {48}
+
+
+@pytest.mark.parametrize(
+    "fewer",
+    [{"exclude_modules": r".*vision_tower.*"}, {"layers_to_transform": [0]}, {"exclude_modules": ["o_proj", "fc1"]}],
+    ids=str,
+)
+def test_modules_that_peft_leaves_out_are_not_counted(fewer: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "o_proj", "fc1"] if "layers_to_transform" in fewer else "all-linear"
+    model = peft.get_peft_model(gemma3(), peft.LoraConfig(r=4, target_modules=targets, **fewer))
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    answer = estimate(job_from_objects(model=model, args=args), max_length=24)
+    assert answer.num_trainable_params == model.get_nb_trainable_parameters()[0]
+
+
+def test_encoders_that_are_frozen_by_hand_take_the_same_memory(tmp_path: Path) -> None:
+    model = gemma3()
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    whole = estimate(job_from_objects(model=model, args=args), max_length=24)
+    model.model.vision_tower.requires_grad_(False)
+    assert estimate(job_from_objects(model=model, args=args), max_length=24).memory == whole.memory
+    model.model.language_model.requires_grad_(False)
+    with pytest.raises(CostModelError, match="of the weights are frozen"):
+        job_from_objects(model=model, args=args)
