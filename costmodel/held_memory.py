@@ -146,6 +146,8 @@ def _tower_bytes(model: ModelSpec, job: ResolvedJob) -> int:
     if not model.towers:
         return 0
     width = BYTES_PER_ELEMENT[stream_dtype(job)]
+    if job.framework == "llamafactory" and not job.is_peft and job.autocast_dtype:
+        width = 2  # it lifts to fp32 what it trains, and freezes these (0.9.5, model/adapter.py)
     if job.quantization not in BITSANDBYTES or job.framework == "unsloth":
         return width * model.tower_params
     linears = [counted for tower in model.towers for counted in tower.counted_linears()]

@@ -336,6 +336,8 @@ def test_weights_of_full_training_have_no_gradient_and_no_state_there() -> None:
     # LLaMA-Factory freezes them
     frozen = estimate(job, framework="llamafactory")
     assert frozen.num_params - frozen.num_trainable_params == towers
+    mixed = estimate(job | {"framework": "llamafactory", "bf16": True})
+    assert mixed.memory.weights_bytes == 4 * mixed.num_trainable_params + 2 * towers
 
 
 def test_deepspeed_makes_masters_and_states_for_them_too() -> None:
