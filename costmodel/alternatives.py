@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from costmodel.described_job import overridden_config
 from costmodel.hf_config import model_spec_from_config
 from costmodel.model_catalog import find_model_config
 from costmodel.specs import GpuSpec
@@ -149,7 +150,7 @@ def _family(start: Mapping[str, Any]) -> str:
 @functools.lru_cache(maxsize=64)
 def _family_of(described: str) -> str:
     model, overrides = json.loads(described)
-    return model_spec_from_config({**find_model_config(model), **overrides}).family
+    return model_spec_from_config(overridden_config(find_model_config(model), overrides)).family
 
 
 def _ways_to_pad_less(start: Mapping[str, Any], flash: str | None) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from costmodel.capacity import Fit, evaluation_batch, evaluation_fits, expected_step_that_does_not_fit
 from costmodel.cost import RunTime
-from costmodel.defaults import BITSANDBYTES
+from costmodel.defaults import BITSANDBYTES, ResolvedJob
 from costmodel.described_job import DescribedJob
 from costmodel.job_warnings import job_warnings
 from costmodel.length_distribution import ASSUMED_LOG_SIGMA
@@ -137,16 +137,27 @@ def _about_towers(described: DescribedJob) -> Iterator[str]:
     """Encoders of images and sound: what of them is counted."""
     model = described.model
     if model.towers:
+        size = f"{model.tower_params / 1e6:,.0f} million" if model.tower_params >= 1e6 else f"{model.tower_params:,}"
         yield (
-            f"{model.tower_params / 1e6:,.0f} million weights of {model.wrapper} encode images and sound: they are loaded "
-            "too, and rows of text never reach them (load_towers false leaves them out); rows with images or sound cost "
-            "more than is counted here"
+            f"{size} weights of {model.wrapper} encode images and sound: they are loaded too, and rows of text never reach "
+            "them (load_towers false leaves them out); rows with images or sound cost more than is counted here"
+        )
+    if model.towers and _stops_at_unused_weights(described.job):
+        yield (
+            f"on several GPUs torch stops at weights that have no gradient, as those of {model.wrapper} beside its language "
+            "model with rows of text: set ddp_find_unused_parameters true, or load the language model alone"
         )
     if model.uncounted_towers:
         yield (
             f"the weights of {' and '.join(model.uncounted_towers)}, which {model.wrapper} has beside its language model, "
             "are not counted: memory is low by them, and by adapters there"
         )
+
+
+def _stops_at_unused_weights(job: ResolvedJob) -> bool:
+    """Whether the Trainer does not look for them (5.24, trainer.py): checkpointing and no peft. TRL looks for them."""
+    is_plain = job.num_gpus > 1 and job.sharding.stage == 0
+    return is_plain and job.framework == "transformers" and not job.is_peft and job.gradient_checkpointing
 
 
 def _about_unknown_times(described: DescribedJob, step: StepTime | None, run: RunTime | None) -> Iterator[str]:

@@ -116,14 +116,24 @@ def model_of(job: Job, *, load_towers: bool = True) -> ModelSpec:
     """
     if isinstance(job.model, str) and not job.model_overrides:
         return _named_model_spec(job.model, load_towers)
-    config = dict(find_model_config(job.model))
-    for name in job.model_overrides:
-        if name not in config:
-            raise CostModelError(
-                f"model_overrides {shown(name)} is no field of the model's config; its fields: {', '.join(sorted(config))}"
-            )
     name = job.model if isinstance(job.model, str) else ""
-    return _spec({**config, **job.model_overrides}, name, load_towers)
+    return _spec(overridden_config(find_model_config(job.model), job.model_overrides), name, load_towers)
+
+
+def overridden_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with ``overrides`` where their fields stand: in it, in the language model's that it nests, or in both.
+
+    Raises :class:`CostModelError` for a field that neither has.
+    """
+    nested = config.get("text_config")
+    of_text: Mapping[str, Any] = nested if isinstance(nested, Mapping) else {}
+    for name in overrides:
+        if name not in config and name not in of_text:
+            fields = ", ".join(sorted({*config, *of_text}))
+            raise CostModelError(f"model_overrides {shown(name)} is no field of the model's config; its fields: {fields}")
+    inner = {name: value for name, value in overrides.items() if name in of_text and "text_config" not in overrides}
+    changed = {**config, **{name: value for name, value in overrides.items() if name in config}}
+    return {**changed, "text_config": {**of_text, **inner}} if inner else changed
 
 
 def _spec(config: Mapping[str, Any], name: str, load_towers: bool) -> ModelSpec:

@@ -698,6 +698,9 @@ FAMILIES: Final[dict[str, Family]] = {
         activations_checked=False,
     ),
     "qwen2": Family(layer_of(attention_block(bias=True, output_bias=False, window=qwen_window), gated_mlp())),
+    "qwen2_5_vl_text": Family(
+        layer_of(attention_block(bias=True, output_bias=False, window=qwen_window), gated_mlp()), activations_checked=False
+    ),
     "qwen2_moe": Family(
         layer_of(
             attention_block(bias="qkv_bias", output_bias=False, window=qwen_window),
@@ -730,6 +733,16 @@ FAMILIES: Final[dict[str, Family]] = {
         outside=final_norm(kind="rms_offset"),
         activations_checked=False,
     ),
+    "qwen3_vl_moe_text": Family(
+        layer_of(
+            attention_block(bias="attention_bias", norm="head"),
+            where(sparse_step, routed_experts(), gated_mlp()),
+        ),
+        activations_checked=False,
+    ),
+    "qwen3_vl_text": Family(
+        layer_of(attention_block(bias="attention_bias", norm="head"), gated_mlp()), activations_checked=False
+    ),
     "seed_oss": Family(
         layer_of(attention_block(bias="attention_bias", output_bias="attention_out_bias"), gated_mlp(bias="mlp_bias"))
     ),
@@ -752,7 +765,10 @@ ALIASES: Final = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 """``model_type`` of a multimodal wrapper or a renamed copy -> the family that counts its language model."""

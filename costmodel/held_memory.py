@@ -146,6 +146,8 @@ def _tower_bytes(model: ModelSpec, job: ResolvedJob) -> int:
     if not model.towers:
         return 0
     width = BYTES_PER_ELEMENT[stream_dtype(job)]
+    if job.framework == "llamafactory" and not job.is_peft and job.autocast_dtype:
+        width = 2  # it lifts to fp32 what it trains, and freezes these (0.9.5, model/adapter.py)
     if job.quantization not in BITSANDBYTES or job.framework == "unsloth":
         return width * model.tower_params
     linears = [counted for tower in model.towers for counted in tower.counted_linears()]
@@ -171,17 +173,28 @@ def held_bytes(model: ModelSpec, job: ResolvedJob) -> Held:
     return Held(
         weights_bytes=weights + _tower_bytes(model, job),
         adapters_bytes=trained_bytes + idle_bytes if job.is_peft else 0,
-        optimizer_bytes=_optimizer_bytes(model, job, trained_bytes) + _master_bytes(model, job, trained_bytes),
+        optimizer_bytes=_optimizer_bytes(model, job) + _master_bytes(model, job),
         gradients_bytes=trained_bytes,
     )
 
 
-def _master_bytes(model: ModelSpec, job: ResolvedJob, trained_bytes: int) -> int:
+def _stepped(model: ModelSpec, job: ResolvedJob) -> tuple[int, int]:
+    """(parameters, bytes) of what the optimizer steps over: what is trained.
+
+    DeepSpeed's flat buffers hold what never has a gradient too, and its optimizer makes states for all of them
+    (``initialize_optimizer_states``).
+    """
+    idle = num_idle_params(model, job) if job.sharding.by == "deepspeed" and job.sharding.stage > 0 else 0
+    width = BYTES_PER_ELEMENT[job.adapter_dtype if job.is_peft else job.dtype]
+    return num_trainable_params(model, job) + idle, trained_parameter_bytes(model, job) + width * idle
+
+
+def _master_bytes(model: ModelSpec, job: ResolvedJob) -> int:
     """fp32 copies of 16-bit trained weights, and fp32 states for them, that FSDP and DeepSpeed make in mixed precision.
 
     Counted as DeepSpeed's (2 + 2 + 4 + 8 bytes a weight with AdamW); FSDP's fp32 shards, gradients and states are as many.
     """
-    trained = num_trainable_params(model, job)
+    trained, trained_bytes = _stepped(model, job)
     if not (job.sharding.keeps_masters and job.autocast_dtype and trained_bytes == 2 * trained):
         return 0
     return 4 * trained + _STATE_OWN_COPIES.get(job.optim, 0) * trained_bytes
@@ -200,10 +213,10 @@ def trained_parameter_bytes(model: ModelSpec, job: ResolvedJob) -> int:
     return (adapters.num_params - copied) * adapter_bytes + copied * copied_bytes
 
 
-def _optimizer_bytes(model: ModelSpec, job: ResolvedJob, trained_bytes: int) -> int:
+def _optimizer_bytes(model: ModelSpec, job: ResolvedJob) -> int:
+    trained, trained_bytes = _stepped(model, job)
     if job.optim in _STATE_OWN_COPIES:
         return _STATE_OWN_COPIES[job.optim] * trained_bytes
-    trained = num_trainable_params(model, job)
     if job.optim == "adafactor":
         return 4 * _rows_and_columns(model, job)
     state = int(_STATE_BYTES[job.optim] * trained)
@@ -246,8 +259,8 @@ def optimizer_temporary_bytes(model: ModelSpec, job: ResolvedJob) -> float:
     if job.optim == "adafactor":
         trained_type = job.adapter_dtype if job.is_peft else job.dtype
         return (2.0 if trained_type == "float32" else 4.0) * 4.0 * _largest_trained(model, job)
-    trained_bytes = trained_parameter_bytes(model, job)
-    masters = _master_bytes(model, job, trained_bytes) > 0
+    _, trained_bytes = _stepped(model, job)
+    masters = _master_bytes(model, job) > 0
     of_kernels = (2.0 if masters else 1.0) * trained_bytes * _STEP_COPIES.get(job.optim, 0)
     of_deepspeed = 3.0 * trained_bytes if masters and job.sharding.by == "deepspeed" else 0.0
     return (of_kernels + of_deepspeed) / job.sharding.parts(1)

@@ -19,7 +19,7 @@ from costmodel.data_files import DATA_FOLDER
 from costmodel.errors import SHOWN_CHARACTERS, CostModelError, UnsupportedModelError, shown
 from costmodel.families import ALIASES, FAMILIES
 from costmodel.model_spec import Layer, ModelSpec
-from costmodel.towers import with_towers
+from costmodel.towers import language_model_config, nested_config, with_towers
 
 _DTYPES: Final = {"float32", "bfloat16", "float16"}
 MAX_LAYERS: Final = 10_000  # far above any model; a typo must not count for hours
@@ -37,7 +37,8 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str = "", load_to
     """
     if not isinstance(config, Mapping):
         raise must_be("the model config", "the mapping that a config.json holds (find_model_config reads one)", config)
-    outer, config = config, _text_config(config)
+    outer = nested_config(config)
+    config = language_model_config(outer, is_whole=load_towers)
     model_type = config.get("model_type")
     if not model_type:
         raise CostModelError("the model config has no model_type; a Hugging Face config.json names it")
@@ -92,12 +93,6 @@ def _class_defaults() -> dict[str, dict[str, Any]]:
     with open(os.path.join(DATA_FOLDER, "class_defaults.json"), encoding="utf-8") as file:
         defaults: dict[str, dict[str, Any]] = json.load(file)
     return defaults
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's own config where a multimodal one nests it."""
-    nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
 def _num_positions(fields: Fields, config: Mapping[str, Any]) -> int | None:

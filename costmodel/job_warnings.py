@@ -104,9 +104,10 @@ def _about_the_model(job: Job, resolved: ResolvedJob, model: ModelSpec) -> Itera
     names_no_target = job.lora_target_modules is None and "lora_target_modules" not in own_defaults(
         resolved.framework, is_peft=resolved.is_peft, lora_r=None
     )
-    if resolved.lora_target_modules and names_no_target and peft_targets(model.family) is None:
+    loaded = model.wrapper or model.family  # peft looks up the model_type of the class that is loaded
+    if resolved.lora_target_modules and names_no_target and peft_targets(loaded) is None:
         yield (
-            f"peft has no default lora_target_modules for {model.family} and stops without: "
+            f"peft has no default lora_target_modules for {loaded} and stops without: "
             f"{' and '.join(resolved.lora_target_modules)} are assumed; name those you train, or all-linear"
         )
     sinks = any(layer.attention.score == "sinks" for layer, _ in model.layers)

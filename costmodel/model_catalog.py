@@ -124,7 +124,8 @@ def _config_from_path(path: str) -> dict[str, Any]:
         adapter_path = os.path.join(path, "adapter_config.json")
         if not os.path.isfile(config_path) and os.path.isfile(adapter_path):
             base = _read_json_object(adapter_path).get("base_model_name_or_path")
-            raise CostModelError(f"{path} holds a LoRA adapter, not a model; give its base model: {base}")
+            named = f": {base}" if base else ", which it does not name"
+            raise CostModelError(f"{path} holds a LoRA adapter, not a model; give its base model{named}")
         if not os.path.isfile(config_path):
             raise CostModelError(f"the folder {path} holds no config.json")
         path = config_path

@@ -15,7 +15,7 @@ from costmodel.blocks import Fields
 from costmodel.model_spec import NO_ATTENTION, Layer, Linear, ModelSpec, Norm, Tower, Weights
 
 TOWER_CONFIGS: Final = ("vision_config", "audio_config")
-"""Fields of a multimodal config that describe an encoder each."""
+"""Fields of a multimodal config that describe an encoder each. Some have others beside them (``qformer_config``)."""
 
 TOWER_MODULES: Final = frozenset({"vision_tower", "visual", "vision_model", "audio_tower"})
 """Modules of a loaded model that hold one."""
@@ -175,6 +175,53 @@ def _qwen_vision(fields: Fields, text_hidden: int) -> Tower:
     return Tower("model.visual.blocks", layer, fields.size("depth"), outside)
 
 
+def _qwen3_vl_vision(fields: Fields, text_hidden: int) -> Tower:
+    """As Qwen3.5's, and mergers whose outputs are added to the first layers of the language model."""
+    tower = _qwen_vision(fields, text_hidden)
+    merged = fields.size("hidden_size") * fields.size("spatial_merge_size") ** 2
+    out = fields.optional_size("out_hidden_size") or text_hidden
+    paths = [f"model.visual.deepstack_merger_list.{index}" for index, _ in enumerate(fields.get("deepstack_visual_indexes"))]
+    linears = [
+        each
+        for path in paths
+        for each in (
+            Linear(f"{path}.linear_fc1", merged, merged, bias=True),
+            Linear(f"{path}.linear_fc2", merged, out, bias=True),
+        )
+    ]
+    norms = [norm for path in paths for norm in _norms(f"{path}.norm", merged, bias=True)]
+    outside = tower.outside
+    outside = dataclasses.replace(outside, linears=(*outside.linears, *linears), norms=(*outside.norms, *norms))
+    return dataclasses.replace(tower, outside=outside)
+
+
+def _qwen2_5_vl_vision(fields: Fields, text_hidden: int) -> Tower:
+    hidden, inner, merge = fields.size("hidden_size"), fields.size("intermediate_size"), fields.size("spatial_merge_size")
+    merged = hidden * merge * merge
+    layer = Layer(
+        (
+            *_linears("attn.qkv", hidden, 3 * hidden, bias=True),
+            *_linears("attn.proj", hidden, hidden, bias=True),
+            *_linears("mlp.gate_proj mlp.up_proj", hidden, inner, bias=True),
+            *_linears("mlp.down_proj", inner, hidden, bias=True),
+        ),
+        _norms("norm1 norm2", hidden),
+        NO_ATTENTION,
+    )
+    patch = fields.size("in_channels") * fields.size("temporal_patch_size") * fields.size("patch_size") ** 2
+    out = fields.optional_size("out_hidden_size") or text_hidden
+    outside = Layer(
+        (
+            *_linears("model.visual.merger.mlp.0", merged, merged, bias=True),
+            *_linears("model.visual.merger.mlp.2", merged, out, bias=True),
+        ),
+        _norms("model.visual.merger.ln_q", hidden),
+        NO_ATTENTION,
+        weights=(Weights("model.visual.patch_embed.proj.weight", hidden * patch),),
+    )
+    return Tower("model.visual.blocks", layer, fields.size("depth"), outside)
+
+
 def _llama4_vision(fields: Fields, text_hidden: int) -> Tower:
     hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
     layer = Layer(
@@ -239,6 +286,7 @@ class _Encoder:
 
     build: Callable[[Fields, int], Tower]
     defaults: Mapping[str, Any]
+    only: str | None = None  # model_type of the one that is counted, where the wrapper takes others
 
 
 _QWEN_VISION: Final = _Encoder(
@@ -248,6 +296,7 @@ _QWEN_VISION: Final = _Encoder(
         "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304, "out_hidden_size": 3584,
     },
 )  # fmt: skip
+_QWEN3_VL_VISION: Final = _Encoder(_qwen3_vl_vision, {**_QWEN_VISION.defaults, "deepstack_visual_indexes": (8, 16, 24)})
 _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
     "gemma3": {
         "vision_config": _Encoder(
@@ -256,6 +305,7 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
                 "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_channels": 3,
                 "image_size": 224, "patch_size": 16, "vision_use_head": True,
             },
+            only="siglip_vision_model",
         ),
     },
     "gemma4": {
@@ -274,8 +324,19 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
             },
         ),
     },
+    "qwen2_5_vl": {
+        "vision_config": _Encoder(
+            _qwen2_5_vl_vision,
+            {
+                "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "in_channels": 3, "patch_size": 14,
+                "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584,
+            },
+        ),
+    },
     "qwen3_5": {"vision_config": _QWEN_VISION},
     "qwen3_5_moe": {"vision_config": _QWEN_VISION},
+    "qwen3_vl": {"vision_config": _QWEN3_VL_VISION},
+    "qwen3_vl_moe": {"vision_config": _QWEN3_VL_VISION},
     "llama4": {
         "vision_config": _Encoder(
             _llama4_vision,
@@ -293,6 +354,7 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
                 "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_channels": 3,
                 "patch_size": 16, "spatial_merge_size": 2, "multimodal_projector_bias": False,
             },
+            only="pixtral",
         ),
     },
 }  # fmt: skip
@@ -301,11 +363,60 @@ _COUNTED: Final[Mapping[str, Mapping[str, _Encoder]]] = {
 _PROJECTOR_FIELDS: Final = ("spatial_merge_size", "multimodal_projector_bias")  # in the wrapper's own config
 
 
+_HOLDS_CAUSAL_LM: Final = frozenset({"llama4"})
+"""Multimodal classes around a whole causal language model, which follows its own config; others have the head themselves."""
+
+
+_FLAT: Final = {"qwen2_5_vl": "qwen2_5_vl_text"}
+"""Multimodal configs that were published with the fields of their language model beside ``vision_config``, and its type."""
+
+
+def nested_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config`` with its language model under ``text_config``, as its class makes it of one that was published without."""
+    text_type = _FLAT.get(str(config.get("model_type")))
+    if text_type is None:
+        return config
+    text = config.get("text_config")
+    if isinstance(text, Mapping):  # a tie is read from either (transformers 5.24, configuration_qwen2_5_vl.py)
+        return {**config, "tie_word_embeddings": bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))}
+    towers = {name: value for name, value in config.items() if name in TOWER_CONFIGS}
+    flat = {name: value for name, value in config.items() if name not in towers}
+    return {**flat, **towers, "text_config": {**flat, "model_type": text_type}}
+
+
+def language_model_config(config: Mapping[str, Any], *, is_whole: bool) -> Mapping[str, Any]:
+    """The language model's own config where a multimodal one nests it.
+
+    ``is_whole``: as the multimodal class has it, which owns the head and ties it as its own config says.
+    """
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return config
+    merged = {**config, **nested}
+    tied = config.get("tie_word_embeddings")
+    if is_whole and tied is not None and config.get("model_type") not in _HOLDS_CAUSAL_LM:
+        merged["tie_word_embeddings"] = tied
+    return merged
+
+
 def tower_configs(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The configs of encoders in a multimodal ``config``, by their fields; none where it nests no language model."""
+    """The configs of encoders in a multimodal ``config``, by their fields; none where it nests no language model.
+
+    That of any other model in there is one too: something to load that is not the language model.
+    """
     if not isinstance(config.get("text_config"), Mapping):
         return {}
-    return {name: config[name] for name in TOWER_CONFIGS if isinstance(config.get(name), Mapping)}
+    nested = {name: value for name, value in config.items() if isinstance(value, Mapping) and name != "text_config"}
+    return {
+        name: value
+        for name, value in nested.items()
+        if name in TOWER_CONFIGS or (name.endswith("_config") and "model_type" in value)
+    }
+
+
+def counts_towers(config: Mapping[str, Any]) -> bool:
+    """Whether some encoder of a multimodal ``config`` is counted for its wrapper."""
+    return not tower_configs(config).keys().isdisjoint(_COUNTED.get(str(config.get("model_type")), {}))
 
 
 def with_towers(language_model: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
@@ -321,9 +432,9 @@ def with_towers(language_model: ModelSpec, config: Mapping[str, Any]) -> ModelSp
     counted = _COUNTED.get(wrapper, {})
     towers, uncounted = [], []
     for name, of_encoder in given.items():
-        encoder = counted.get(name)
-        if encoder is None:
-            uncounted.append(str(of_encoder.get("model_type") or name))
+        encoder, kind = counted.get(name), of_encoder.get("model_type")
+        if encoder is None or (encoder.only is not None and (kind or encoder.only) != encoder.only):
+            uncounted.append(str(kind or name))
             continue
         projector = {field: config[field] for field in _PROJECTOR_FIELDS if field in config}
         fields = Fields({**projector, **of_encoder, "model_type": name}, {}, encoder.defaults)
@@ -337,7 +448,7 @@ def _wrapped(model: ModelSpec, wrapper: str) -> ModelSpec:
     """By the paths that it has inside the multimodal class."""
 
     def path(name: str) -> str:
-        if wrapper == "llama4":
+        if wrapper in _HOLDS_CAUSAL_LM:
             return f"language_model.{name}"
         return f"model.language_{name}" if name.startswith("model.") else name
 

@@ -23,6 +23,8 @@ _frames: Final[Any] = torch._C._dynamo.eval_frame
 _compiler_at_work: Final[Callable[[], Any]] = getattr(_frames, "get_eval_frame_callback", lambda: None)
 _can_be_told: Final = hasattr(_frames, "get_eval_frame_callback") and hasattr(_frames, "skip_code")
 
+# What transformers calls the images, films and sounds of a batch.
+_NOT_TEXT: Final = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _IGNORED_LABEL: Final = -100  # where a label is padding
 
 
@@ -52,6 +54,11 @@ class TrainingForward:
     def _shape_of_embeddings(self) -> tuple[int, int] | None:
         embeddings = self.tensor("inputs_embeds")
         return _first_two(embeddings.shape, 3) if embeddings is not None else None
+
+    @property
+    def shows_more_than_text(self) -> bool:
+        """Whether encoders of images or sound work in it."""
+        return any(self.arguments.get(name) is not None for name in _NOT_TEXT)
 
     @property
     def why_no_shape(self) -> str:

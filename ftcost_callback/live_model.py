@@ -24,7 +24,9 @@ _EXPERTS_PER_TOKEN_FIELDS: Final = (
     "moe_top_k",
     "top_k_experts",
 )
+_TABLE_OF_LAYERS: Final = "embed_tokens_per_layer"  # Gemma 3n and 4: of each token, some numbers for each layer
 _IN_A_LAYER: Final = re.compile(r"(?:[a-z_]+\.)+\d+\.(.+)")  # model.layers.7.self_attn.q_proj
+_PARTS_IN_A_LAYER: Final = re.compile(r"((?:[a-z_]\w*\.)*[a-z_]\w*)\.(\d+)\.(.+)")
 
 # Full fine-tuning with this share of the weights frozen is another job than the one that is modelled.
 _MAX_FROZEN_SHARE: Final = 0.01
@@ -111,15 +113,14 @@ def _tower_params(model: Any, counts: Mapping[str, int]) -> int:
 
 
 def _lookup_only_params(model: Any) -> int:
-    """Weights of an input embedding that is not the output head as well."""
+    """Weights of an input embedding that is not the output head as well, and of the tables of Gemma's layers."""
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return 0
-    weight = getattr(embedding, "weight", None)
-    if weight is None or weight is getattr(head, "weight", None):
-        return 0
-    return logical_numel(weight)
+    tables = [module for name, module in model.named_modules() if name.rpartition(".")[2] == _TABLE_OF_LAYERS]
+    weights = [getattr(each, "weight", None) for each in (embedding, *tables)]
+    return sum(logical_numel(each) for each in weights if each is not None and each is not getattr(head, "weight", None))
 
 
 def _expert_groups(model: Any) -> Iterator[tuple[str, int, int | None]]:
@@ -184,7 +185,7 @@ def method_fields(model: Any) -> dict[str, Any]:
         "lora_dropout": config.lora_dropout,
         "use_dora": bool(config.use_dora),
         "use_rslora": bool(config.use_rslora),
-        "lora_target_modules": _target_modules(config.target_modules, _num_layers(model)),
+        "lora_target_modules": _adapted_only(model, config) or _target_modules(config.target_modules, _num_layers(model)),
         "lora_target_parameters": _names(getattr(config, "target_parameters", None)),
         "lora_modules_to_save": _names(config.modules_to_save),
         "adapter_dtype": _most_common_dtype(parameter for name, parameter in model.named_parameters() if "lora_" in name),
@@ -210,6 +211,25 @@ def _target_modules(targets: Any, num_layers: int | None) -> str | list[str] | N
     return sorted(in_layers) if set(in_layers.values()) == {num_layers} else names
 
 
+def _adapted_only(model: Any, config: Any) -> str | None:
+    """A pattern of the modules that are adapted, where others that the targets name are not; ``None``: all of them are."""
+    leaves_out = (getattr(config, name, None) for name in ("exclude_modules", "layers_to_transform"))
+    adapted = getattr(getattr(model, "base_model", None), "targeted_module_names", None)
+    if all(each is None for each in leaves_out) or not isinstance(adapted, (list, tuple)) or not adapted:
+        return None
+    layers: dict[tuple[str, str], list[str]] = {}  # (path of the layers, name in one) -> their numbers
+    for name in adapted:
+        parts = _PARTS_IN_A_LAYER.fullmatch(name)
+        layers.setdefault((parts[1], parts[3]) if parts else (name, ""), []).append(parts[2] if parts else "")
+    names: dict[tuple[str, str], list[str]] = {}
+    for (path, name), numbers in layers.items():
+        names.setdefault((path, "|".join(numbers)), []).append(name)
+    return "|".join(
+        rf"{re.escape(path)}\.({numbers})\.({'|'.join(map(re.escape, inner))})" if numbers else re.escape(path)
+        for (path, numbers), inner in names.items()
+    )
+
+
 def _num_layers(model: Any) -> int | None:
     config = getattr(model, "config", None)
     return getattr(getattr(config, "text_config", config), "num_hidden_layers", None)
@@ -217,7 +237,9 @@ def _num_layers(model: Any) -> int | None:
 
 def _refuse_partly_frozen(model: Any) -> None:
     total = frozen = 0
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if not TOWER_PARTS.isdisjoint(name.split(".")):
+            continue  # no row of text gives it a gradient: frozen or not, it takes the same
         count = logical_numel(parameter)
         total += count
         frozen += 0 if parameter.requires_grad else count

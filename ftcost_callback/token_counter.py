@@ -146,7 +146,7 @@ class PendingTokens:
 
     @property
     def why_unknown(self) -> str | None:
-        """Why a count is not known, in words."""
+        """Why a count is not known, or not all of the work, in words."""
         return self._counts.why_unknown if self._counts is not None else None
 
     def read(self) -> TokenCounts:
@@ -187,6 +187,11 @@ class _MicroBatch:
         self.sum_squared_sequence_tokens = rows * length * length
         if forward.padding_mask is not None and (real := forward.real_tokens) is not None:
             self.num_non_padding_tokens = _Trues(real)
+        if forward.shows_more_than_text:
+            self.why_unknown = (
+                "batches hold images or sound: the tokens that stand for them are counted, what the encoders do is not, so "
+                "MFU is low by it, and so is the prediction"
+            )
         if forward.hides_padding:
             self.num_non_padding_tokens = None
             self.why_unknown = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from costmodel.errors import CostModelError, shown
 from costmodel.specs import OPTIMIZERS, GpuSpec, is_fine_tuning_loss
-from costmodel.towers import TOWER_MODULES, tower_configs
+from costmodel.towers import TOWER_MODULES, counts_towers, tower_configs
 from ftcost_callback.dataset_lengths import dataset_lengths, num_documents
 from ftcost_callback.live_device import device_facts, versions
 from ftcost_callback.live_model import (
@@ -141,7 +141,11 @@ def _model_fields(model: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"model": config}
     if tower_configs(config):
         modules = {part for name, _ in model.named_modules() for part in name.split(".")}
-        fields["load_towers"] = not modules.isdisjoint(TOWER_MODULES)
+        # what the modules of an encoder that is not counted are called is not known
+        fields["load_towers"] = not counts_towers(config) or not modules.isdisjoint(TOWER_MODULES)
+        tied = getattr(model, "all_tied_weights_keys", None)
+        if isinstance(tied, Mapping):  # a checkpoint that holds both is not tied, whatever its config says
+            config["tie_word_embeddings"] = any(name.endswith("lm_head.weight") for name in tied)
     return fields
 
 

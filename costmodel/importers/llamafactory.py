@@ -52,6 +52,7 @@ UNDERSTOOD: Final = training_arguments.UNDERSTOOD | frozenset(
         "finetuning_type",
         "flash_attn",
         "freeze_trainable_layers",
+        "freeze_vision_tower",
         "lora_alpha",
         "lora_dropout",
         "lora_rank",
@@ -240,7 +241,6 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "oft_block_size": "OFT is estimated as LoRA",
     "oft_target": "OFT is estimated as LoRA",
     "module_dropout": "OFT is estimated as LoRA",
-    "freeze_vision_tower": "the encoder of images is counted as frozen",
     "image_max_pixels": "image tokens are not counted",
     "image_min_pixels": "image tokens are not counted",
     "video_max_pixels": "video tokens are not counted",
@@ -297,6 +297,8 @@ def _method(reader: ConfigReader) -> None:
         reader.warn("finetuning_type: freeze trains a few layers; the estimate is of full fine-tuning, which needs more")
     elif kind == "oft":
         reader.warn("finetuning_type: OFT is estimated as LoRA")
+    if reader.flag("freeze_vision_tower") is False:  # on unless it is turned off
+        reader.warn("freeze_vision_tower: the encoder of images is counted as frozen")
     method = "full" if kind in ("full", "freeze") else "lora"
     if written is None:
         reader.default("method", method, "hparams/finetuning_args.py: finetuning_type")

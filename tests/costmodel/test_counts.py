@@ -80,6 +80,8 @@ def test_class_defaults_are_those_of_the_config_class(model_type: str) -> None:
     if model_type not in transformers.CONFIG_MAPPING:
         assert model_type in {"baichuan", "blackmamba", "deepseek", "internlm2", "qwen"}  # remote code
         return
+    if model_type in {"qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}:
+        return  # no causal model of their own: test_towers.py
     defaults = transformers.CONFIG_MAPPING[model_type]()
     given: dict[str, Any] = {"model_type": model_type}
     # what a class leaves open although it needs it: its own defaults build nothing

@@ -276,6 +276,14 @@ def test_llamafactory_keys(keys: dict[str, Any], expected: dict[str, Any]) -> No
     assert {name: fields.get(name) for name in expected} == expected
 
 
+@pytest.mark.parametrize("written", [None, True, False])
+def test_llamafactory_trains_the_encoder_of_images_only_where_it_is_told_to(written: bool | None) -> None:
+    keys = {"freeze_vision_tower": written} if written is not None else {}
+    read = import_mapping({**_LLAMAFACTORY, **keys})
+    said = "freeze_vision_tower: the encoder of images is counted as frozen"
+    assert any(said in each for each in read.warnings) == (written is False)
+
+
 def test_llamafactory_facts_for_a_data_set() -> None:
     imported = import_mapping(
         {"stage": "sft", "model_name_or_path": "m", "dataset": "a,b,c", "max_samples": 1000, "val_size": 0.1}

@@ -219,3 +219,9 @@ def test_without_the_hub_client_the_message_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UnknownNameError, match="huggingface_hub is not installed"):
         find_model_config("someone/new-model")
+
+
+def test_an_adapter_that_names_no_base_model_says_so(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    with pytest.raises(CostModelError, match="give its base model, which it does not name"):
+        find_model_config(tmp_path)

@@ -79,6 +79,29 @@ TINY: dict[str, dict[str, Any]] = {
             "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
         },
     },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "model_type": "qwen2_5_vl_text"},
+        "vision_config": {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
+        },
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "model_type": "qwen3_vl_text"},
+        "vision_config": {
+            "depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **TEXT, "model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8,
+            "deepstack_visual_indexes": [1],
+        },
+    },
     "llama4": {
         "text_config": {**TEXT, "model_type": "llama4_text", "num_local_experts": 2},
         "vision_config": {
@@ -124,6 +147,23 @@ def test_every_weight_is_where_the_real_class_has_it(case: str) -> None:
     }
     assert spec.num_params + spec.tower_params == sum(real.values())
     assert dict(spec.parameters()) == {name: size for name, size in real.items() if not is_of_tower(name)}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("case", [case for case in TINY if " " not in case])
+def test_the_head_is_tied_as_the_whole_class_ties_it(case: str, outer: bool, nested: bool) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    text = {**TINY[case]["text_config"], "tie_word_embeddings": nested}
+    config = {**TINY[case], "tie_word_embeddings": outer, "text_config": text}
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(case, **config))
+    model.tie_weights()
+    spec = spec_of(case, model)
+    assert spec.num_params + spec.tower_params == sum(each.numel() for each in model.parameters())
+    alone = model_spec_from_config({**config, "model_type": case}, load_towers=False)
+    assert alone.tied_embeddings is nested  # the class of the language model has that config only
 
 
 @pytest.mark.parametrize("case", TINY)
@@ -186,6 +226,9 @@ def test_defaults_are_those_of_the_config_classes() -> None:
         ("gemma4", "audio_config"): transformers.Gemma4AudioConfig,
         ("qwen3_5", "vision_config"): type(transformers.Qwen3_5Config().vision_config),
         ("qwen3_5_moe", "vision_config"): type(transformers.Qwen3_5MoeConfig().vision_config),
+        ("qwen2_5_vl", "vision_config"): type(transformers.Qwen2_5_VLConfig().vision_config),
+        ("qwen3_vl", "vision_config"): type(transformers.Qwen3VLConfig().vision_config),
+        ("qwen3_vl_moe", "vision_config"): type(transformers.Qwen3VLMoeConfig().vision_config),
         ("llama4", "vision_config"): transformers.Llama4VisionConfig,
         ("mistral3", "vision_config"): transformers.PixtralVisionConfig,
     }
@@ -196,6 +239,43 @@ def test_defaults_are_those_of_the_config_classes() -> None:
         for field, value in _COUNTED[wrapper][name].defaults.items():
             real = defaults.get(field, of_wrapper.get(field))
             assert (tuple(real) if isinstance(real, list) else real) == value, (wrapper, name, field)
+
+
+@pytest.mark.parametrize("wrapper", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_defaults_of_language_models_without_a_class_of_their_own(wrapper: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(wrapper)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    text = {
+        "model_type": f"{wrapper}_text", "hidden_size": config.text_config.hidden_size,
+        "num_hidden_layers": config.text_config.num_hidden_layers,
+    }  # fmt: skip
+    spec = model_spec_from_config({"model_type": wrapper, "text_config": text, "vision_config": {}})
+    assert {**dict(spec.parameters()), **{name: size for tower in spec.towers for name, size in tower.parameters()}} == {
+        name: each.numel() for name, each in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_config_that_was_published_flat_is_nested_as_its_class_does(tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    case = TINY["qwen2_5_vl"]
+    flat = {**TEXT, "vision_config": case["vision_config"], "tie_word_embeddings": tied}
+    flat.pop("head_dim")
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model("qwen2_5_vl", **flat))
+    config = {**flat, "model_type": "qwen2_5_vl"}
+    whole = estimate(model=config, max_length=64)
+    assert whole.num_params == sum(each.numel() for each in model.parameters())
+    assert whole.job["load_towers"] is True
+    four_layers = estimate(model=config, max_length=64, model_overrides={"num_hidden_layers": 4}).num_params
+    assert four_layers > whole.num_params
+    # one that was saved before transformers 5: the tie stands with the language model
+    nested = {**case, "model_type": "qwen2_5_vl", "text_config": {**case["text_config"], "tie_word_embeddings": tied}}
+    assert model_spec_from_config({**nested, "tie_word_embeddings": False}).tied_embeddings is tied
 
 
 def test_each_framework_loads_what_its_loader_does() -> None:
@@ -256,16 +336,97 @@ def test_weights_of_full_training_have_no_gradient_and_no_state_there() -> None:
     # LLaMA-Factory freezes them
     frozen = estimate(job, framework="llamafactory")
     assert frozen.num_params - frozen.num_trainable_params == towers
+    mixed = estimate(job | {"framework": "llamafactory", "bf16": True})
+    assert mixed.memory.weights_bytes == 4 * mixed.num_trainable_params + 2 * towers
 
 
-def test_encoders_that_are_not_known_are_named() -> None:
-    config = {
-        "model_type": "llava",
-        "text_config": {**TEXT, "model_type": "llama"},
-        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64},
-    }
+def test_deepspeed_makes_masters_and_states_for_them_too() -> None:
+    job: dict[str, Any] = {
+        "model": "google/gemma-3-4b-it", "framework": "trl", "max_length": 512, "method": "full", "num_gpus": 4,
+        "bf16": True, "dtype": "bfloat16",
+    }  # fmt: skip
+    towers = PUBLISHED["google/gemma-3-4b-it"]
+    for sharded, width in (
+        ({"fsdp": "full_shard"}, 0),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 12),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, 12),
+    ):
+        whole, alone = (estimate(job | sharded, load_towers=each).memory.optimizer_bytes for each in (True, False))
+        assert whole - alone == pytest.approx(width * towers / 4, abs=1)
+
+
+def test_several_gpus_stop_at_weights_without_gradient_where_trainer_does_not_look_for_them() -> None:
+    job: dict[str, Any] = {
+        "model": "google/gemma-3-4b-it", "framework": "transformers", "max_length": 512, "method": "full", "num_gpus": 2,
+        "gradient_checkpointing": True,
+    }  # fmt: skip
+
+    def is_said(**changes: Any) -> bool:
+        return any("set ddp_find_unused_parameters true" in each for each in estimate(job | changes).warnings)
+
+    assert is_said()
+    assert not any(
+        is_said(**changes)
+        for changes in (
+            {"num_gpus": 1},
+            {"gradient_checkpointing": False},
+            {"method": "lora"},
+            {"load_towers": False},
+            {"fsdp": "full_shard"},
+            {"framework": "trl"},  # looks for them itself
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text", "beside"),
+    [
+        ("llava", "llama", {"vision_config": "clip_vision_model"}),
+        ("blip-2", "opt", {"vision_config": "blip_2_vision_model", "qformer_config": "blip_2_qformer"}),
+        ("granite_speech", "granite", {"encoder_config": "granite_speech_encoder", "projector_config": "blip_2_qformer"}),
+        ("mistral3", "mistral", {"vision_config": "siglip_vision_model"}),  # only Pixtral's is counted
+    ],
+)
+def test_encoders_that_are_not_known_are_named(wrapper: str, text: str, beside: dict[str, str]) -> None:
+    config: dict[str, Any] = {"model_type": wrapper, "text_config": {**TEXT, "model_type": text, "num_key_value_heads": 4}}
+    config |= {name: {"model_type": kind, "hidden_size": 64} for name, kind in beside.items()}
     answer = estimate(model=config, max_length=64)
-    assert [each for each in answer.warnings if "the weights of clip_vision_model, which llava has" in each]
+    named = f"the weights of {' and '.join(beside.values())}, which {wrapper} has"
+    assert [each for each in answer.warnings if named in each]
+    assert not [each for each in answer.warnings if "encode images" in each]
+
+
+def test_overrides_reach_the_language_model_that_a_config_nests() -> None:
+    config = {**TINY["gemma3"], "model_type": "gemma3", "tie_word_embeddings": True}
+    job: dict[str, Any] = {"model": config, "max_length": 64, "framework": "trl"}
+    four_layers = estimate(job, model_overrides={"num_hidden_layers": 4}).num_params
+    assert (
+        four_layers
+        == estimate(job | {"model": {**config, "text_config": {**config["text_config"], "num_hidden_layers": 4}}}).num_params
+    )
+    untied = estimate(job, model_overrides={"tie_word_embeddings": False}).num_params
+    assert untied - estimate(job).num_params == TEXT["vocab_size"] * TEXT["hidden_size"]
+    with pytest.raises(CostModelError, match=r"'layers' is no field .* num_hidden_layers"):
+        estimate(job, model_overrides={"layers": 4})
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "without_default"),
+    [
+        ("google/gemma-3-4b-it", "trl", "gemma3"),
+        ("google/gemma-4-E2B-it", "trl", None),  # a pattern
+        ("meta-llama/Llama-4-Scout-17B-16E", "trl", None),
+        ("meta-llama/Llama-4-Scout-17B-16E", "transformers", "llama4_text"),
+        ("Qwen/Qwen3.5-9B", "trl", "qwen3_5"),
+    ],
+)
+def test_targets_that_peft_would_ask_for_are_said(model: str, framework: str, without_default: str | None) -> None:
+    mapping = pytest.importorskip("peft").utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert without_default is None or without_default not in mapping
+    warnings = estimate(model=model, framework=framework, method="lora", max_length=64).warnings
+    said = [each for each in warnings if "peft has no default lora_target_modules" in each]
+    assert len(said) == (without_default is not None)
+    assert all(f"for {without_default} and stops without: q_proj and v_proj are assumed" in each for each in said)
 
 
 def test_load_towers_of_a_model_without_is_refused() -> None:
