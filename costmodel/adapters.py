@@ -221,21 +221,28 @@ def _plan(
 
 
 def _adapted_in_towers(model: ModelSpec, targets: _Targets, r: int, dora: bool) -> int:
-    """Parameters of the adapters there. Raises :class:`CostModelError` for a module there that peft does not know."""
-    total = 0
-    for linear in (each for tower in model.towers for each in tower.linears()):
-        if targets.match(linear.name):
-            total += AdaptedLinear(linear, r, dora).num_params
-        holder = linear.name.removesuffix(_CLIPPED_LINEAR)
-        if holder != linear.name and not targets.is_all_linear and targets.match(holder):
+    """Parameters of the adapters there. Raises :class:`CostModelError` for a module there that is no linear."""
+    linears = [linear for tower in model.towers for linear in tower.linears()]
+    if not targets.is_all_linear:
+        held = [each.name.removesuffix(_HELD_LINEAR) for each in linears if each.name.endswith(_HELD_LINEAR)]
+        tables = [
+            name.removesuffix(".weight")
+            for tower in model.towers
+            for name in tower.weight_names()
+            if name.endswith(".weight")
+        ]
+        named = next((module for module in (*held, *tables) if targets.match(module)), None)
+        if named is not None:
             raise CostModelError(
-                f"lora_target_modules names {holder} too, a Gemma4ClippableLinear that peft refuses; give a pattern that "
-                rf"leaves the encoders out: .*language_model\..*\.(q_proj|v_proj) for peft's own choice, or all-linear"
+                f"lora_target_modules names {named} too, which is no linear layer; give a pattern that leaves the encoders "
+                r"out, such as .*language_model\..*\.(q_proj|v_proj), or all-linear"
             )
-    return total
+    return sum(AdaptedLinear(each, r, dora).num_params for each in linears if targets.match(each.name))
 
 
-_CLIPPED_LINEAR: Final = ".linear"  # Gemma 4's encoders wrap their linears (transformers 5.24, modeling_gemma4.py)
+# Gemma 4's encoders clip what enters and leaves a linear, Llama 4's unfolds an image before it: modules of their own around
+# it (transformers 5.24, Gemma4ClippableLinear, Llama4UnfoldConvolution), which peft refuses.
+_HELD_LINEAR: Final = ".linear"
 
 
 def _targets(target_modules: str | tuple[str, ...], modules_to_save: tuple[str, ...]) -> _Targets:

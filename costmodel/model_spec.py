@@ -325,6 +325,14 @@ class Tower:
                 yield replace(linear, name=f"{self.layers_path}.{index}.{linear.name}")
         yield from self.outside.linears
 
+    def weight_names(self) -> Iterator[str]:
+        """What is no linear and no norm, by its whole path."""
+        for index in range(self.num_layers):
+            for weights in self.layer.weights:
+                yield f"{self.layers_path}.{index}.{weights.name}"
+        for weights in self.outside.weights:
+            yield weights.name
+
     def parameters(self) -> Iterator[tuple[str, int]]:
         """(whole path, elements) of every parameter."""
         for index in range(self.num_layers):

@@ -129,7 +129,8 @@ def _gemma4_audio(fields: Fields, text_hidden: int) -> Tower:
     convolutions = "model.audio_tower.subsample_conv_projection"
     outside = Layer(
         (
-            *_linears(f"{convolutions}.input_proj_linear", first // 4 * second, hidden),  # as the class has it
+            # first stands for the bands of the spectrogram too, of which two convolutions of stride 2 leave a quarter
+            *_linears(f"{convolutions}.input_proj_linear", first // 4 * second, hidden),
             *_linears("model.audio_tower.output_proj", hidden, width, bias=True),
             *_linears("model.embed_audio.embedding_projection", width, text_hidden),
         ),

@@ -77,7 +77,7 @@ class RunFile:
         for number in range(1, _MOST_AT_ONCE + 1):
             self.path = path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            if number == _MOST_AT_ONCE or _is_ours(descriptor):  # a disk may refuse every lock
+            if number == _MOST_AT_ONCE or _lock(descriptor):  # a disk may refuse every lock
                 break
             os.close(descriptor)
         self._descriptor: int | None = descriptor
@@ -118,14 +118,16 @@ class RunFile:
         return again
 
     def append(self, row: Row) -> None:
-        """Keep one row for the next :meth:`flush`."""
+        """Keep one row for the next :meth:`flush`; after :meth:`unlock` nothing waits."""
         self.extend([row])
 
     def extend(self, rows: Sequence[Row]) -> None:
-        """Keep rows for the next :meth:`flush`."""
+        """Keep rows for the next :meth:`flush`; after :meth:`unlock` nothing waits."""
         if self._descriptor is None:
             raise OSError(f"{self.path} is closed")
         self._waiting += rows
+        if self._size_left is not None:  # the end of the process writes what waits without a look at the file
+            self._write_waiting(self._descriptor)
 
     def flush(self) -> None:
         """Hand the rows that wait to the operating system, where a kill cannot reach them."""
@@ -136,7 +138,7 @@ class RunFile:
         if self._process_id != os.getpid():
             return
         if self._size_left is None:
-            _is_ours(descriptor)  # anew: whoever reads the file in this process lets the lock go when he closes it
+            _lock(descriptor)  # anew: whoever reads the file in this process lets the lock go when he closes it
             _write_rows(descriptor, self._waiting, self._process_id)
         elif os.fstat(descriptor).st_size != self._size_left:
             self._waiting.clear()
@@ -243,9 +245,11 @@ def _write(descriptor: int, content: bytes) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def _is_ours(descriptor: int) -> bool:
-    """Whether no other process writes there. The lock ends with the process, and a forked child, which may outlive it for
-    some seconds, has none."""
+def _lock(descriptor: int) -> bool:
+    """Take the lock; false where another process writes there.
+
+    It ends with the process, and a forked child, which may outlive it for some seconds, has none.
+    """
     if fcntl is None:
         return True
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from ftcost_callback.records import Budget, ExpertLoad, Prediction, Session, Summary, TrainerLog, Window
 from ftcost_callback.sinks import FanOut, WandbSink
-from ftcost_callback.sinks.tracker_rows import bounded
+from ftcost_callback.sinks.tracker_rows import bounded, closing_values
 from ftcost_callback.sinks.wandb import server_answers
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -347,3 +347,11 @@ def test_a_row_is_closed_only_while_wandbs_step_is_behind_the_trainings(
         (3, 0.5, 3),
         (None, 0.9, 9),
     ]
+
+
+@pytest.mark.parametrize("status", ["finished", "failed", "stopped_at_budget", "stopped"])
+def test_only_a_run_that_finished_has_the_bill_for_its_projection(status: Any) -> None:
+    projections = {"ftcost/cost/projected_usd", "ftcost/cost/projected_usd_low", "ftcost/cost/projected_usd_high"}
+    values = closing_values(dataclasses.replace(SUMMARY, status=status))
+    assert values == dict.fromkeys({"ftcost/cost/spent_usd", *(projections if status == "finished" else ())}, 0.25)
+    assert closing_values(dataclasses.replace(SUMMARY, status=status, spent_usd=None)) == {}

@@ -202,10 +202,22 @@ def test_adapters_are_those_of_peft_there_too(case: str, targets: Any) -> None:
     try:
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
     except ValueError as error:
-        with pytest.raises(CostModelError, match="peft refuses" if "not supported" in str(error) else "no weight of"):
+        with pytest.raises(CostModelError, match="no linear layer" if "not supported" in str(error) else "no weight of"):
             estimate(job)
         return
     assert estimate(job).num_trainable_params == adapted.get_nb_trainable_parameters()[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [("gemma3", "patch_embedding"), ("qwen3_5", "proj"), ("llama4", "patch_embedding"), ("gemma4", "q_proj")],
+)
+def test_modules_there_that_are_no_linears_are_refused(case: str, target: str) -> None:
+    """peft adapts a convolution, which is not counted, and refuses what stands around a linear."""
+    job = {"model": {**TINY[case], "model_type": case}, "load_towers": True, "method": "lora", "max_length": 64}
+    with pytest.raises(CostModelError, match=rf"names \S*{target} too, which is no linear layer"):
+        estimate(job, lora_target_modules=["o_proj", target])
+    assert estimate(job, lora_target_modules="all-linear").num_trainable_params > 0
 
 
 def test_the_catalogue_has_the_towers_that_were_published() -> None:
